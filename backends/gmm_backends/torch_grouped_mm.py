@@ -1,0 +1,80 @@
+"""any.torch_grouped_mm: torch.nn.functional.grouped_mm, wherever torch has it.
+
+Shape letters: R rows, E groups, K inner, N outer dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gmm_backends._cpu import is_slow
+from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ALIGNMENT = 16  # bytes; grouped_mm refuses rows and pointers that are not multiples of it
+
+
+class TorchGroupedMm(GroupedMatmulBackend):
+    """torch's own grouped matmul, its operands copied where it wants 16-byte rows."""
+
+    def rejections(self, problem: Problem) -> list[str]:
+        reasons = []
+        if not hasattr(F, "grouped_mm"):
+            reasons.append(f"torch {torch.__version__} has no nn.functional.grouped_mm; needs 2.10")
+        if problem.dtype not in _DTYPES:
+            reasons.append(f"grouped_mm takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
+        if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability(problem.index)
+            if major < 8:
+                reasons.append(f"compute capability {major}.{minor} < 8.0")
+        return reasons
+
+    def priority(self, problem: Problem) -> int:
+        # On the CPU grouped_mm is itself a loop, so that eager is as good where it needs no copy.
+        aligned = not (_padding(problem.k, problem.dtype) or _padding(problem.n, problem.dtype))
+        return 10 if problem.device != "cpu" or (aligned and not is_slow(problem.dtype)) else -10
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        batch_sizes: BatchSizes,
+        *,
+        trans_b: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        x, weight = _aligned(x), _aligned(weight)
+        if trans_b:
+            weight = weight.mT
+        product = F.grouped_mm(x, weight, offs=batch_sizes.ends(x.device))
+        return product if out is None else out.copy_(product)
+
+    def weight_grad(
+        self,
+        x: Tensor,
+        grad_out: Tensor,
+        batch_sizes: BatchSizes,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        x, grad_out = _aligned(x), _aligned(grad_out)
+        product = F.grouped_mm(x.mT, grad_out, offs=batch_sizes.ends(x.device))
+        if out is None:
+            return product
+        return out.add_(product) if accumulate else out.copy_(product)
+
+
+def _padding(width: int, dtype: torch.dtype) -> int:
+    return -width % (_ALIGNMENT // dtype.itemsize)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Copy a tensor to aligned rows at an aligned address, if it is not there already."""
+    width = tensor.shape[-1]
+    if (width * tensor.element_size() | tensor.data_ptr()) % _ALIGNMENT == 0:
+        return tensor
+    row = width + _padding(width, tensor.dtype)
+    return tensor.new_empty(*tensor.shape[:-1], row)[..., :width].copy_(tensor)

@@ -1,0 +1,225 @@
+"""The contract: what a grouped matmul takes and gives, and what a backend must offer.
+
+Shape letters: R rows, E groups (experts), K inner and N outer dimension.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from gmm_registry.batch_sizes import BatchSizes
+
+__all__ = [
+    "Accepted",
+    "BackendKey",
+    "BatchSizes",
+    "GroupedMatmulBackend",
+    "Problem",
+    "Rejected",
+    "Verdict",
+    "prepare",
+]
+
+
+class BackendKey(NamedTuple):
+    """Name a backend: the device type it serves (``any``: wherever torch runs) and its implementation."""
+
+    device: str
+    impl: str
+
+    @classmethod
+    def parse(cls, text: str) -> BackendKey:
+        """Read ``device.impl``; raise ValueError for anything else."""
+        device, dot, impl = text.partition(".")
+        if not (device and dot and impl):
+            raise ValueError(f"{text!r} is not of the form 'device.impl'")
+        return cls(device, impl)
+
+    def __str__(self) -> str:
+        return f"{self.device}.{self.impl}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Describe one grouped matmul together with its backward, as far as choosing a backend needs it.
+
+    The weight is (groups, k, n) as it lies in memory, row-major. One problem stands for forward,
+    grad_x and grad_w, and so for both values of ``trans_b``: a check must hold for all of them.
+    """
+
+    device: str  # device type: "cuda"
+    index: int | None  # which of them; None: the current one
+    dtype: torch.dtype
+    rows: int
+    groups: int
+    k: int
+    n: int
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor) -> Problem:
+        """Describe the call ``gmm(x, weight, ...)``, for `explain`."""
+        weight, _ = _row_major(weight, False)
+        groups, k, n = weight.shape
+        return cls(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n)
+
+    def __str__(self) -> str:
+        where = self.device if self.index is None else f"{self.device}:{self.index}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}, {self.rows} rows, weight ({self.groups}, {self.k}, {self.n}) on {where}"
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """A backend that takes the problem, and how it ranks: the highest priority is chosen."""
+
+    key: BackendKey
+    priority: int
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A backend that does not take the problem, and every reason why."""
+
+    key: BackendKey
+    priority: int
+    reasons: tuple[str, ...]
+
+
+Verdict: TypeAlias = Accepted | Rejected
+
+
+def _row_major(weight: Tensor, trans_b: bool) -> tuple[Tensor, bool]:
+    """See a transposed weight as what lies in memory, so that no backend has to copy it."""
+    if weight.dim() == 3 and not weight.is_contiguous() and weight.mT.is_contiguous():
+        return weight.mT, not trans_b
+    return weight, trans_b
+
+
+def prepare(
+    x: Tensor, weight: Tensor, batch_sizes: BatchSizes | Tensor | Iterable[int], trans_b: bool
+) -> tuple[Tensor, Tensor, BatchSizes, bool]:
+    """Turn the arguments of a user's call into those of the torch operator."""
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
+        raise TypeError(f"x and weight must be tensors, not {type(x).__name__} and {type(weight).__name__}")
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        x, weight = _autocast(x, dtype), _autocast(weight, dtype)
+    weight, trans_b = _row_major(weight, trans_b)
+    return x, weight, BatchSizes.of(batch_sizes), trans_b
+
+
+def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast as autocast does for torch.matmul: every floating type but fp64."""
+    castable = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if castable else tensor
+
+
+class GroupedMatmulBackend(ABC):
+    """Implement this class to add a backend; offer it under an entry point named ``device.impl``.
+
+    The registry makes one instance for each device type that the backend serves. Core validates,
+    differentiates and casts; `forward` and `weight_grad` receive checked, contiguous, non-empty tensors
+    of one dtype on one device, that of a `Problem` for which `rejections` was empty.
+    """
+
+    key: BackendKey
+    device: str
+
+    def bind(self, key: BackendKey, device: str) -> GroupedMatmulBackend:
+        """Tell the instance its name and the device type it serves; the registry does this."""
+        self.key, self.device = key, device
+        return self
+
+    @property
+    def impl(self) -> str:
+        """The implementation's name, the second half of the key."""
+        return self.key.impl
+
+    @abstractmethod
+    def rejections(self, problem: Problem) -> list[str]:
+        """Say why this backend cannot do ``problem``, forward and backward; an empty list means it can.
+
+        State the fact and the need in each reason ("compute capability 8.0 < 9.0"). Do not raise, and
+        import no more than the answer needs. The answer is cached per problem.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        batch_sizes: BatchSizes,
+        *,
+        trans_b: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply each group's rows with its matrix.
+
+        Args:
+            x: (R, K).
+            weight: (E, K, N), or (E, N, K) with ``trans_b``.
+            out: (R, N), written in place and returned, if given.
+
+        Returns:
+            (R, N), the dtype of x.
+        """
+
+    @abstractmethod
+    def weight_grad(
+        self,
+        x: Tensor,
+        grad_out: Tensor,
+        batch_sizes: BatchSizes,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        """Give ``x_e.T @ grad_out_e`` for each group, exactly zero for an empty one.
+
+        Args:
+            x: (R, K).
+            grad_out: (R, N).
+            out: (E, K, N) of the dtype of x or fp32 (a Megatron-style ``main_grad``), written in place
+                and returned, if given.
+            accumulate: add to ``out`` instead of overwriting it.
+
+        Returns:
+            (E, K, N).
+        """
+
+    def priority(self, problem: Problem) -> int:
+        """Rank this backend among those that accept ``problem``; the highest is chosen.
+
+        The loop over groups has 0 and torch's own grouped_mm 10; a backend made for one device
+        keeps 50 unless a measurement says otherwise.
+        """
+        return 50
+
+    def gmm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        batch_sizes: BatchSizes | Tensor | Iterable[int],
+        trans_b: bool = False,
+    ) -> Tensor:
+        """Do `gmm_registry.gmm` on this backend: checked and differentiable.
+
+        Raises:
+            ValueError: x is not on the device this backend is bound to.
+            BackendUnavailableError: the backend refuses this problem.
+        """
+        if x.device.type != self.device:
+            raise ValueError(
+                f"{self.key} is bound to {self.device}, but x is on {x.device}: "
+                f"use get_backend({x.device.type!r}, {self.impl!r})"
+            )
+        x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
+        operator = torch.ops.gmm_registry.gmm.default
+        return cast(Tensor, operator(x, weight, sizes.counts, trans_b, str(self.key)))

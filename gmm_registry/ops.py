@@ -1,0 +1,262 @@
+"""gmm() and the two torch operators behind it: validation, autograd, dispatch to a backend.
+
+The derivatives of both operators are made of the same two operators, so they can be taken again.
+Shape letters: R rows, E groups, K inner, N outer dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, prepare
+from gmm_registry.registry import request
+from gmm_registry.registry.choice import choose, describe, refuse
+
+
+def gmm(
+    x: Tensor,
+    weight: Tensor,
+    batch_sizes: BatchSizes | Tensor | Iterable[int],
+    trans_b: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Multiply each group of rows with that group's matrix.
+
+    For every group e: ``out[start:end] = x[start:end] @ weight[e]`` (``weight[e].T`` with ``trans_b``).
+    Differentiable twice; accumulates in fp32; runs in the autocast type under autocast.
+
+    Args:
+        x: rows sorted by group, (R, K).
+        weight: one matrix a group, (E, K, N), or (E, N, K) with ``trans_b``. A transposed view is
+            used as it is, without a copy.
+        batch_sizes: rows of each group, (E,): a CPU int64 or int32 tensor, ints, or a `BatchSizes`.
+        trans_b: multiply with the transposed matrices.
+        backend: name of the implementation ("eager"); by default `use_backend`, then the environment
+            variable GMM_REGISTRY_BACKEND, then the fastest that accepts the problem.
+
+    Returns:
+        (R, N), dtype and device of x.
+
+    Raises:
+        ValueError: shapes, devices or counts do not fit.
+        TypeError: dtypes do not fit.
+        UnknownBackendError: no backend has the name asked for.
+        BackendUnavailableError: the backend asked for refuses this problem, or every one does.
+
+    >>> x, w = torch.ones(3, 2), torch.stack([torch.eye(2), 5 * torch.eye(2)])
+    >>> gmm(x, w, [1, 2])
+    tensor([[1., 1.],
+            [5., 5.],
+            [5., 5.]])
+    """
+    device = x.device.type if isinstance(x, Tensor) else ""
+    name = request.requested(backend, device, request.scope)
+    x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
+    if _needs_no_dispatch(x, weight):
+        return _gmm(x, weight, sizes, trans_b, name)
+    return cast(Tensor, _gmm_op(x, weight, sizes.counts, trans_b, name))
+
+
+_library = torch.library.Library("gmm_registry", "DEF")
+_library.define(
+    "gmm(Tensor x, Tensor weight, Tensor batch_sizes, bool trans_b, str backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "weight_grad(Tensor x, Tensor grad_out, Tensor batch_sizes, bool trans_b, str backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_gmm_op = torch.ops.gmm_registry.gmm.default
+_weight_grad_op = torch.ops.gmm_registry.weight_grad.default
+_PLAIN = (Tensor, torch.nn.Parameter)
+# As torch.library.register_autograd does inside, whose own wrapper costs more than a small product.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _needs_no_dispatch(x: Tensor, weight: Tensor) -> bool:
+    """Say whether the dispatcher would only hand a call on to the kernel.
+
+    Two passes through a Python operator cost more than a decode-sized product does.
+    """
+    return (
+        not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        and not torch.compiler.is_compiling()
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
+        and not x.is_meta
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def _check(x: Tensor, name: str, other: Tensor, counts: Tensor) -> None:
+    """Check what both operators share; ``other`` is the weight or grad_out, as ``name`` says."""
+    if x.dim() != 2:
+        raise ValueError(f"x must be (R, K), got shape {tuple(x.shape)}")
+    if x.device != other.device:
+        raise ValueError(f"x is on {x.device}, but {name} is on {other.device}")
+    if x.dtype != other.dtype:
+        raise TypeError(f"x is {x.dtype}, but {name} is {other.dtype}: cast one, or use autocast")
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype}; a floating-point dtype is needed")
+    if counts.dim() != 1:
+        raise ValueError(f"batch_sizes have shape {tuple(counts.shape)}; they must be (E,)")
+
+
+def _gmm_shape(x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool) -> tuple[int, int]:
+    """Check all that the shapes and types tell, and return (R, N)."""
+    _check(x, "weight", weight, counts)
+    layout = "(E, N, K)" if trans_b else "(E, K, N)"
+    if weight.dim() != 3:
+        raise ValueError(f"weight must be {layout}, got shape {tuple(weight.shape)}")
+    groups, k, n = weight.shape
+    if trans_b:
+        k, n = n, k
+    if x.shape[1] != k:
+        raise ValueError(
+            f"x {tuple(x.shape)} has K = {x.shape[1]}, but weight {tuple(weight.shape)} is {layout} "
+            f"with trans_b={trans_b} and has K = {k}"
+        )
+    if counts.shape[0] != groups:
+        raise ValueError(
+            f"batch_sizes have {counts.shape[0]} entries, "
+            f"but weight {tuple(weight.shape)} has {groups} groups"
+        )
+    return x.shape[0], n
+
+
+def _weight_grad_shape(x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool) -> tuple[int, int, int]:
+    """Check all that the shapes and types tell, and return the shape of the weight."""
+    _check(x, "grad_out", grad_out, counts)
+    if grad_out.dim() != 2 or grad_out.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"grad_out must be (R, N) with the R of x {tuple(x.shape)}, got shape {tuple(grad_out.shape)}"
+        )
+    k, n = x.shape[1], grad_out.shape[1]
+    return counts.shape[0], *((n, k) if trans_b else (k, n))
+
+
+def _run(
+    name: str,
+    x: Tensor,
+    weight_shape: tuple[int, int, int],
+    product: Callable[[GroupedMatmulBackend], Tensor],
+) -> Tensor:
+    while True:
+        backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape)
+        try:
+            return product(backend).contiguous()
+        except NotImplementedError as error:
+            # A kernel that is named but not there has computed nothing: that is a refusal that comes
+            # late. Any other exception is a fault and never sends the call to another backend.
+            if name:
+                raise
+            refuse(backend.key, x.device, x.dtype, f"its kernel raised {describe(error)}")
+
+
+def _gmm(x: Tensor, weight: Tensor, sizes: BatchSizes, trans_b: bool, name: str) -> Tensor:
+    rows, n = _gmm_shape(x, weight, sizes.counts, trans_b)
+    sizes.check(rows)
+    if 0 in (rows, n, x.shape[1]):
+        return x.new_zeros(rows, n)
+    x, weight = x.contiguous(), weight.contiguous()
+    return _run(
+        name,
+        x,
+        cast(tuple[int, int, int], weight.shape),
+        lambda backend: backend.forward(x, weight, sizes, trans_b=trans_b),
+    )
+
+
+def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, name: str) -> Tensor:
+    shape = _weight_grad_shape(x, grad_out, sizes.counts, trans_b)
+    sizes.check(x.shape[0])
+    if 0 in (x.shape[0], *shape):
+        return x.new_zeros(shape)
+    left, right = (grad_out, x) if trans_b else (x, grad_out)
+    left, right = left.contiguous(), right.contiguous()
+    return _run(name, x, shape, lambda backend: backend.weight_grad(left, right, sizes))
+
+
+class _Gmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
+        # Each gradient needs the other operand only: a frozen weight keeps no rows alive.
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, counts)
+        ctx.trans_b, ctx.backend = trans_b, backend
+        with _below_autograd():
+            return cast(Tensor, _gmm_op(x, weight, counts, trans_b, backend))
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, counts = ctx.saved_tensors
+        trans_b, backend = ctx.trans_b, ctx.backend
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _gmm_op(grad_out, weight, counts, not trans_b, backend)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _weight_grad_op(x, grad_out, counts, trans_b, backend)
+        return grad_x, grad_weight, None, None, None
+
+
+class _WeightGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
+        need_x, need_grad_out = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_grad_out else None, grad_out if need_x else None, counts)
+        ctx.trans_b, ctx.backend = trans_b, backend
+        with _below_autograd():
+            return cast(Tensor, _weight_grad_op(x, grad_out, counts, trans_b, backend))
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
+        x, grad_out, counts = ctx.saved_tensors
+        trans_b, backend = ctx.trans_b, ctx.backend
+        grad_x = grad_grad_out = None
+        if ctx.needs_input_grad[0]:
+            grad_x = _gmm_op(grad_out, grad_weight, counts, not trans_b, backend)
+        if ctx.needs_input_grad[1]:
+            grad_grad_out = _gmm_op(x, grad_weight, counts, trans_b, backend)
+        return grad_x, grad_grad_out, None, None, None
+
+
+def _kernel(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def kernel(a: Tensor, b: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
+        return compute(a, b, BatchSizes.carried_by(counts), trans_b, backend)
+
+    return kernel
+
+
+def _differentiable(op: Any, function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    def kernel(a: Tensor, b: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
+        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+            return cast(Tensor, function.apply(a, b, counts, trans_b, backend))
+        with _below_autograd():
+            return cast(Tensor, op(a, b, counts, trans_b, backend))
+
+    return kernel
+
+
+_library.impl("gmm", _kernel(_gmm), "CompositeExplicitAutograd")
+_library.impl("gmm", _differentiable(_gmm_op, _Gmm), "Autograd")
+torch.library.register_fake(
+    "gmm_registry::gmm",
+    lambda x, weight, counts, trans_b, backend: x.new_empty(_gmm_shape(x, weight, counts, trans_b)),
+    lib=_library,
+)
+_library.impl("weight_grad", _kernel(_weight_grad), "CompositeExplicitAutograd")
+_library.impl("weight_grad", _differentiable(_weight_grad_op, _WeightGrad), "Autograd")
+torch.library.register_fake(
+    "gmm_registry::weight_grad",
+    lambda x, grad_out, counts, trans_b, backend: x.new_empty(
+        _weight_grad_shape(x, grad_out, counts, trans_b)
+    ),
+    lib=_library,
+)

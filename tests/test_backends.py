@@ -1,0 +1,23 @@
+"""Every backend of this repository through the kit that plugin authors get."""
+
+import pytest
+
+from gmm_registry.testing import BackendParityTests
+
+
+class TestEagerOnCpu(BackendParityTests):
+    device, impl, required = "cpu", "eager", True
+
+
+class TestTorchGroupedMmOnCpu(BackendParityTests):
+    device, impl, required = "cpu", "torch_grouped_mm", True
+
+
+@pytest.mark.hardware
+class TestEagerOnCuda(BackendParityTests):
+    device, impl = "cuda", "eager"
+
+
+@pytest.mark.hardware
+class TestTorchGroupedMmOnCuda(BackendParityTests):
+    device, impl = "cuda", "torch_grouped_mm"
