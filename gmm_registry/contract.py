@@ -108,7 +108,7 @@ def prepare(
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise TypeError(f"x and weight must be tensors, not {type(x).__name__} and {type(weight).__name__}")
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):  # torch raises for meta
         dtype = torch.get_autocast_dtype(device)
         x, weight = _autocast(x, dtype), _autocast(weight, dtype)
     weight, trans_b = _row_major(weight, trans_b)

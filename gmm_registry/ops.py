@@ -54,6 +54,8 @@ def gmm(
             [5., 5.],
             [5., 5.]])
     """
+    if not (backend is None or isinstance(backend, str)):
+        raise TypeError(f"backend must be a name such as 'eager', not {type(backend).__name__} {backend!s}")
     device = x.device.type if isinstance(x, Tensor) else ""
     name = request.requested(backend, device, request.scope)
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
@@ -186,45 +188,51 @@ def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, 
 
 class _Gmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
-        # Each gradient needs the other operand only: a frozen weight keeps no rows alive.
-        need_x, need_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_weight else None, weight if need_x else None, counts)
-        ctx.trans_b, ctx.backend = trans_b, backend
+    def forward(x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
         with _below_autograd():
             return cast(Tensor, _gmm_op(x, weight, counts, trans_b, backend))
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save_for_backward(ctx, inputs)
+
+    @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, counts = ctx.saved_tensors
-        trans_b, backend = ctx.trans_b, ctx.backend
         grad_x = grad_weight = None
         if ctx.needs_input_grad[0]:
-            grad_x = _gmm_op(grad_out, weight, counts, not trans_b, backend)
+            grad_x = _gmm_op(grad_out, weight, counts, not ctx.trans_b, ctx.backend)
         if ctx.needs_input_grad[1]:
-            grad_weight = _weight_grad_op(x, grad_out, counts, trans_b, backend)
+            grad_weight = _weight_grad_op(x, grad_out, counts, ctx.trans_b, ctx.backend)
         return grad_x, grad_weight, None, None, None
 
 
 class _WeightGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
-        need_x, need_grad_out = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_grad_out else None, grad_out if need_x else None, counts)
-        ctx.trans_b, ctx.backend = trans_b, backend
+    def forward(x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
         with _below_autograd():
             return cast(Tensor, _weight_grad_op(x, grad_out, counts, trans_b, backend))
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save_for_backward(ctx, inputs)
+
+    @staticmethod
     def backward(ctx: Any, grad_weight: Tensor) -> tuple[Tensor | None, ...]:
         x, grad_out, counts = ctx.saved_tensors
-        trans_b, backend = ctx.trans_b, ctx.backend
         grad_x = grad_grad_out = None
         if ctx.needs_input_grad[0]:
-            grad_x = _gmm_op(grad_out, grad_weight, counts, not trans_b, backend)
+            grad_x = _gmm_op(grad_out, grad_weight, counts, not ctx.trans_b, ctx.backend)
         if ctx.needs_input_grad[1]:
-            grad_grad_out = _gmm_op(x, grad_weight, counts, trans_b, backend)
+            grad_grad_out = _gmm_op(x, grad_weight, counts, ctx.trans_b, ctx.backend)
         return grad_x, grad_grad_out, None, None, None
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
+    """Keep of two operands those that a gradient needs: the other's. A frozen weight keeps no rows."""
+    left, right, counts, ctx.trans_b, ctx.backend = inputs
+    need_left, need_right = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(left if need_right else None, right if need_left else None, counts)
 
 
 def _kernel(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -5,8 +5,6 @@ Shape letters: R rows, E groups, K inner, N outer dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -40,9 +38,12 @@ class Eager(GroupedMatmulBackend):
             weight = weight.mT
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[2])
-        for group, rows in _groups(batch_sizes):
-            if rows.start < rows.stop:
-                _product(x[rows], weight[group], out[rows])
+        sizes = batch_sizes.host.tolist()
+        for size, rows, matrix, result in zip(
+            sizes, x.split(sizes), weight.unbind(), out.split(sizes), strict=True
+        ):
+            if size:
+                _product(rows, matrix, result)
         return out
 
     def weight_grad(
@@ -57,19 +58,15 @@ class Eager(GroupedMatmulBackend):
         if out is None:
             out = x.new_empty(len(batch_sizes), x.shape[1], grad_out.shape[1])
             accumulate = False
-        for group, rows in _groups(batch_sizes):
-            if rows.start < rows.stop:
-                _product(x[rows].mT, grad_out[rows], out[group], accumulate)
+        sizes = batch_sizes.host.tolist()
+        for size, rows, grads, result in zip(
+            sizes, x.split(sizes), grad_out.split(sizes), out.unbind(), strict=True
+        ):
+            if size:
+                _product(rows.mT, grads, result, accumulate)
             elif not accumulate:
-                out[group].zero_()
+                result.zero_()
         return out
-
-
-def _groups(batch_sizes: BatchSizes) -> Iterator[tuple[int, slice]]:
-    start = 0
-    for group, size in enumerate(batch_sizes.host.tolist()):
-        yield group, slice(start, start + size)
-        start += size
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:

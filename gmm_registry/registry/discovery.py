@@ -100,6 +100,8 @@ def parse_device(device: str | torch.device) -> tuple[str, int | None]:
 
     `torch.device` would not do: it refuses the name of a device whose package is not imported.
     """
+    if not isinstance(device, (str, torch.device)):
+        raise TypeError(f"a device is a str or torch.device, not {type(device).__name__} {device!r}")
     kind, colon, index = str(device).partition(":")
     if not kind.isidentifier() or (colon and not index.isdecimal()):
         raise ValueError(f"{device!r} names no device; give a type such as 'cpu', 'cuda:1' or 'npu'")

@@ -28,8 +28,9 @@ class Inputs(NamedTuple):
     grad_out: Tensor
 
     def to(self, device: str) -> Inputs:
-        """Move all but the counts, which stay on the CPU."""
-        return Inputs(self.x.to(device), self.weight.to(device), self.batch_sizes, self.grad_out.to(device))
+        """Copy to a device, fresh leaves each time; the counts stay on the CPU."""
+        x, weight, grad_out = (t.to(device, copy=True) for t in (self.x, self.weight, self.grad_out))
+        return Inputs(x, weight, self.batch_sizes, grad_out)
 
     def fingerprint(self) -> str:
         """Hash shapes, dtypes and every bit."""

@@ -1,0 +1,52 @@
+"""gmm-registry doctor: versions, devices, every plugin with its state, and what is wrong with any."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+import typer
+
+from gmm_registry import environment
+from gmm_registry.registry import discovery
+from gmm_registry.registry.choice import describe
+
+
+def doctor() -> None:
+    """Show versions, devices and every plugin; exit with 1 if a plugin is broken."""
+    typer.echo("versions")
+    for package, version in environment.versions().items():
+        typer.echo(f"  {package} {version}")
+    typer.echo(f"  interpreter {sys.executable}")
+
+    typer.echo("devices")
+    for device in _devices():
+        typer.echo(f"  {device}: {environment.device_name(device)}")
+
+    typer.echo("plugins")
+    broken = False
+    for name, offers in discovery.offers().items():
+        loaded = discovery.load(name)
+        failed = isinstance(loaded, BaseException)
+        broken |= failed
+        typer.secho(f"  {name}: {'broken' if failed else 'loaded'}", fg="red" if failed else None)
+        for offer in offers:
+            typer.echo(f"    from {offer}")
+        if isinstance(loaded, BaseException):
+            typer.echo(f"    - {describe(loaded)}")
+
+    stale = discovery.stale_metadata()
+    if stale:
+        typer.secho("leftovers without METADATA, which can hide a package of the same name", fg="yellow")
+        for folder in stale:
+            typer.echo(f"  {folder.name.partition('-')[0]}: remove {folder}")
+    if broken:
+        raise typer.Exit(1)
+
+
+def _devices() -> Iterator[str]:
+    yield "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator:
+        yield from (f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))

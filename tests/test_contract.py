@@ -1,0 +1,250 @@
+"""What gmm promises whatever the backend: values, gradients, memory, refusals, transformations.
+
+Tests that come from a fault somebody met name where it was reported.
+"""
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import gmm_registry
+from gmm_registry import BackendUnavailableError, BatchSizes, Problem, gmm
+from gmm_registry.testing import TOLERANCES, compare, reference_gmm, reference_grads
+
+BACKENDS = ("eager", "torch_grouped_mm")
+DTYPES = tuple(dtype for dtype in TOLERANCES if dtype != torch.float64)
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+def leaves(counts, k, n, dtype=torch.float32, trans_b=False, seed=0):
+    """Make x and weight that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(counts), n, k) if trans_b else (len(counts), k, n)
+    x = torch.randn(sum(counts), k, generator=generator).to(dtype)
+    weight = torch.randn(shape, generator=generator).to(dtype) / max(k, 1) ** 0.5
+    return x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+
+
+@st.composite
+def problems(draw):
+    sizes = st.one_of(st.just(0), st.integers(0, 9))
+    counts = draw(st.lists(sizes, min_size=1, max_size=6))
+    k, n = draw(st.integers(0, 20)), draw(st.integers(0, 20))
+    dtype, trans_b = draw(st.sampled_from(DTYPES)), draw(st.booleans())
+    layout = draw(st.sampled_from(("contiguous", "transposed", "columns", "offset")))
+    return counts, k, n, dtype, trans_b, layout, draw(st.integers(0, 2**16))
+
+
+def laid_out(tensor, layout):
+    """Put the same values into memory in another way."""
+    if layout == "transposed":
+        return tensor.mT.contiguous().mT
+    if layout == "columns":
+        return torch.cat([tensor, tensor], dim=-1)[..., : tensor.shape[-1]]
+    if layout == "offset":
+        return torch.empty(tensor.numel() + 1, dtype=tensor.dtype)[1:].view(tensor.shape).copy_(tensor)
+    return tensor
+
+
+@every_backend
+@settings(max_examples=150, deadline=None)
+@given(problem=problems())
+def test_any_problem_equals_the_reference(backend, problem):
+    counts, k, n, dtype, trans_b, layout, seed = problem
+    x, weight = (
+        laid_out(t.detach(), layout).requires_grad_() for t in leaves(counts, k, n, dtype, trans_b, seed)
+    )
+    out = gmm(x, weight, counts, trans_b, backend=backend)
+    grad_out = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    got = (out, *torch.autograd.grad(out, (x, weight), grad_out))
+    counts = torch.tensor(counts)
+    want = (
+        reference_gmm(x, weight, counts, trans_b),
+        *reference_grads(x, weight, counts, grad_out, trans_b),
+    )
+    for g, w in zip(got, want, strict=True):
+        assert compare(g, w, dtype).passed
+
+
+def test_fp64_gradients_are_exact_on_eager_and_refused_elsewhere():
+    """pytorch 159547: the set of dtypes differs by backend and version."""
+    x, weight = leaves([2, 0, 1], 4, 3, torch.float64)
+    assert torch.autograd.gradcheck(lambda *a: gmm(*a, [2, 0, 1]), (x, weight))
+    assert torch.autograd.gradgradcheck(lambda *a: gmm(*a, [2, 0, 1]), (x, weight))
+    with pytest.raises(BackendUnavailableError, match="float64"):
+        gmm(x, weight, [2, 0, 1], backend="torch_grouped_mm")
+
+
+@every_backend
+def test_gradients_have_the_shapes_of_their_inputs(backend):
+    """pytorch 159620: the gradient had the wrong inner dimension."""
+    x, weight = leaves([1, 3], 8, 16, trans_b=True)
+    gmm(x, weight, torch.tensor([1, 3]), trans_b=True, backend=backend).sum().backward()
+    assert x.grad.shape == (4, 8)
+    assert weight.grad.shape == (2, 16, 8)
+
+
+@every_backend
+def test_transposed_leaf_gets_its_gradient_in_its_own_layout(backend):
+    """vllm-ascend 12512, twinkle 205: w = leaf(2, 5, 8).transpose(1, 2)."""
+    leaf = torch.randn(2, 5, 8, requires_grad=True)
+    x = torch.randn(4, 8)
+    out = gmm(x, leaf.transpose(1, 2), [1, 3], backend=backend)
+    out.sum().backward()
+    torch.testing.assert_close(out, gmm(x, leaf, [1, 3], trans_b=True, backend=backend))
+    assert leaf.grad.is_contiguous()
+
+
+def test_frozen_operands_save_nothing():
+    """TransformerEngine 1258: with a frozen weight, as under LoRA, no rows stay alive for a gradient."""
+    x, weight = leaves([2, 3], 8, 16)
+    for frozen, kept in ((weight, weight), (x, x)):
+        frozen.requires_grad_(False)
+        saved = []
+
+        def save(tensor, saved=saved):
+            saved.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            gmm(x, weight, [2, 3])
+        assert [t.shape for t in saved if t.is_floating_point()] == [kept.shape]
+        frozen.requires_grad_(True)
+
+
+@every_backend
+def test_counts_are_copied(backend):
+    """Whoever reuses the tensor of counts before the backward changes nothing."""
+    x, weight = leaves([2, 3], 8, 16)
+    counts = torch.tensor([2, 3])
+    out = gmm(x, weight, counts, backend=backend)
+    want = torch.autograd.grad(out.sum(), weight, retain_graph=True)[0]
+    counts.fill_(99)
+    assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], want)
+
+
+@every_backend
+def test_recomputation_gives_the_same(backend):
+    x, weight = leaves([2, 0, 3], 8, 16)
+    plain = torch.autograd.grad(gmm(x, weight, [2, 0, 3], backend=backend).sum(), (x, weight))
+    out = checkpoint(lambda *a: gmm(*a, [2, 0, 3], backend=backend), x, weight, use_reentrant=False)
+    for got, want in zip(torch.autograd.grad(out.sum(), (x, weight)), plain, strict=True):
+        assert torch.equal(got, want)
+
+
+@every_backend
+def test_inductor_compiles_once_for_all_counts(backend):
+    """prime-rl 996, transformers 47991, through the compiler that users have."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("inductor")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def layer(x, weight, counts):
+        return torch.nn.functional.silu(gmm(x, weight, counts, backend=backend)) * 2
+
+    x, weight = leaves([2, 0, 2], 8, 16)
+    for counts in (torch.tensor([2, 0, 2]), torch.tensor([0, 1, 3])):
+        out = layer(x, weight, counts)
+        want = torch.nn.functional.silu(gmm(x, weight, counts, backend=backend)) * 2
+        torch.testing.assert_close(out, want)
+        got, wanted = (torch.autograd.grad(o.sum(), (x, weight)) for o in (out, want))
+        torch.testing.assert_close(got, wanted)
+    assert counter.frame_count == 1
+
+
+def test_compiled_call_reports_wrong_counts():
+    compiled = torch.compile(gmm, fullgraph=True, backend="aot_eager")
+    x, weight = leaves([2, 2], 8, 16)
+    with pytest.raises(ValueError, match="sum to 3, but x has 4 rows"):
+        compiled(x, weight, torch.tensor([1, 2]))
+
+
+def test_batch_sizes_pass_through_compiled_code_with_their_forms():
+    compiled = torch.compile(gmm, fullgraph=True, backend="aot_eager")
+    x, weight = leaves([2, 2], 8, 16)
+    sizes = BatchSizes([2, 2])
+    torch.testing.assert_close(compiled(x, weight, sizes), gmm(x, weight, sizes))
+
+
+def test_meta_tensors_need_no_backend():
+    x, weight = (tensor.to("meta") for tensor in leaves([2, 2], 8, 16))
+    out = gmm(x, weight, [2, 2])
+    assert out.shape == (4, 16)
+    assert out.is_meta
+
+
+def test_weight_and_rows_must_share_a_device():
+    x, weight = leaves([2, 2], 8, 16)
+    with pytest.raises(ValueError, match="x is on cpu, but weight is on meta"):
+        gmm(x, weight.to("meta"), [2, 2])
+
+
+def test_backend_argument_is_a_name():
+    x, weight = leaves([2, 2], 8, 16)
+    with pytest.raises(TypeError, match="TorchGroupedMm"):
+        gmm(x, weight, [2, 2], backend=gmm_registry.get_backend("cpu", "torch_grouped_mm"))
+
+
+@every_backend
+def test_bf16_accumulates_in_fp32(backend):
+    """The sum of 4096 ones is not 256, where bf16 stops counting."""
+    x, weight = torch.ones(3, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, 8, dtype=torch.bfloat16)
+    assert torch.equal(gmm(x, weight, [3], backend=backend), torch.full((3, 8), 4096.0).bfloat16())
+    rows = torch.ones(4096, 8, dtype=torch.bfloat16)
+    grad = gmm_registry.get_backend("cpu", backend).weight_grad(rows, rows, BatchSizes([4096]))
+    assert torch.equal(grad, torch.full((1, 8, 8), 4096.0).bfloat16())
+
+
+def test_automatic_choice_on_this_cpu_is_the_measured_one():
+    """Where the CPU multiplies a dtype natively torch's kernel is chosen, elsewhere the loop over fp32."""
+    native = {
+        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
+        torch.float32: True,
+    }
+    for dtype, is_native in native.items():
+        problem = Problem("cpu", None, dtype, rows=1024, groups=64, k=256, n=256)
+        chosen = gmm_registry.explain("cpu", problem).chosen
+        assert chosen.impl == ("torch_grouped_mm" if is_native else "eager")
+
+
+def test_one_groups_fp32_copy_is_all_the_memory(monkeypatch):
+    """A CPU without bf16 converts a group at a time, never the whole weight."""
+    import gmm_backends.eager
+
+    class Largest(TorchDispatchMode):
+        bytes = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func.is_view:
+                self.bytes = max(self.bytes, out.nbytes)
+            return out
+
+    monkeypatch.setattr(gmm_backends.eager, "is_slow", lambda dtype: True)
+    x, weight = leaves([2] * 32, 64, 64, torch.bfloat16)
+    backend = gmm_registry.get_backend("cpu", "eager")
+    with torch.no_grad(), Largest() as largest:
+        backend.forward(x, weight, BatchSizes([2] * 32), trans_b=False)
+    assert largest.bytes == 64 * 64 * 4
+
+
+@pytest.mark.slow
+@every_backend
+def test_offsets_beyond_32_bits(backend):
+    """DeepSpeed 8261, axolotl 3865: E * k * n of 2**31 and more."""
+    needed = 14 * 2**30
+    if os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") < needed:
+        pytest.skip(f"needs {needed >> 30} GiB of memory")
+    weight = torch.zeros(3, 32768, 32768, dtype=torch.bfloat16)
+    weight[2, 0, 0] = 1
+    x = torch.zeros(1, 32768, dtype=torch.bfloat16)
+    x[0, 0] = 1
+    with torch.no_grad():
+        assert gmm(x, weight, [0, 0, 1], backend=backend)[0, 0] == 1
