@@ -13,12 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gmm_registry
-from gmm_registry import BackendUnavailableError, BatchSizes, Problem, gmm
+from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm
 from gmm_registry.testing import TOLERANCES, compare, reference_gmm, reference_grads
 
-BACKENDS = ("eager", "torch_grouped_mm")
 DTYPES = tuple(dtype for dtype in TOLERANCES if dtype != torch.float64)
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@pytest.fixture(params=["eager", "torch_grouped_mm"], scope="module")
+def backend(request):
+    """Name each backend that must run on this CPU."""
+    try:
+        get_backend("cpu", request.param)
+    except BackendUnavailableError as error:
+        if hasattr(torch.nn.functional, "grouped_mm"):
+            raise
+        pytest.skip(str(error))
+    return request.param
 
 
 def leaves(counts, k, n, dtype=torch.float32, trans_b=False, seed=0):
@@ -51,7 +61,6 @@ def laid_out(tensor, layout):
     return tensor
 
 
-@every_backend
 @settings(max_examples=150, deadline=None)
 @given(problem=problems())
 def test_any_problem_equals_the_reference(backend, problem):
@@ -80,7 +89,6 @@ def test_fp64_gradients_are_exact_on_eager_and_refused_elsewhere():
         gmm(x, weight, [2, 0, 1], backend="torch_grouped_mm")
 
 
-@every_backend
 def test_gradients_have_the_shapes_of_their_inputs(backend):
     """pytorch 159620: the gradient had the wrong inner dimension."""
     x, weight = leaves([1, 3], 8, 16, trans_b=True)
@@ -89,7 +97,6 @@ def test_gradients_have_the_shapes_of_their_inputs(backend):
     assert weight.grad.shape == (2, 16, 8)
 
 
-@every_backend
 def test_transposed_leaf_gets_its_gradient_in_its_own_layout(backend):
     """vllm-ascend 12512, twinkle 205: w = leaf(2, 5, 8).transpose(1, 2)."""
     leaf = torch.randn(2, 5, 8, requires_grad=True)
@@ -117,7 +124,6 @@ def test_frozen_operands_save_nothing():
         frozen.requires_grad_(True)
 
 
-@every_backend
 def test_counts_are_copied(backend):
     """Whoever reuses the tensor of counts before the backward changes nothing."""
     x, weight = leaves([2, 3], 8, 16)
@@ -128,7 +134,6 @@ def test_counts_are_copied(backend):
     assert torch.equal(torch.autograd.grad(out.sum(), weight)[0], want)
 
 
-@every_backend
 def test_recomputation_gives_the_same(backend):
     x, weight = leaves([2, 0, 3], 8, 16)
     plain = torch.autograd.grad(gmm(x, weight, [2, 0, 3], backend=backend).sum(), (x, weight))
@@ -137,7 +142,6 @@ def test_recomputation_gives_the_same(backend):
         assert torch.equal(got, want)
 
 
-@every_backend
 def test_inductor_compiles_once_for_all_counts(backend):
     """prime-rl 996, transformers 47991, through the compiler that users have."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -187,17 +191,16 @@ def test_weight_and_rows_must_share_a_device():
 
 def test_backend_argument_is_a_name():
     x, weight = leaves([2, 2], 8, 16)
-    with pytest.raises(TypeError, match="TorchGroupedMm"):
-        gmm(x, weight, [2, 2], backend=gmm_registry.get_backend("cpu", "torch_grouped_mm"))
+    with pytest.raises(TypeError, match="Eager"):
+        gmm(x, weight, [2, 2], backend=get_backend("cpu", "eager"))
 
 
-@every_backend
 def test_bf16_accumulates_in_fp32(backend):
     """The sum of 4096 ones is not 256, where bf16 stops counting."""
     x, weight = torch.ones(3, 4096, dtype=torch.bfloat16), torch.ones(1, 4096, 8, dtype=torch.bfloat16)
     assert torch.equal(gmm(x, weight, [3], backend=backend), torch.full((3, 8), 4096.0).bfloat16())
     rows = torch.ones(4096, 8, dtype=torch.bfloat16)
-    grad = gmm_registry.get_backend("cpu", backend).weight_grad(rows, rows, BatchSizes([4096]))
+    grad = get_backend("cpu", backend).weight_grad(rows, rows, BatchSizes([4096]))
     assert torch.equal(grad, torch.full((1, 8, 8), 4096.0).bfloat16())
 
 
@@ -208,6 +211,8 @@ def test_automatic_choice_on_this_cpu_is_the_measured_one():
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported(),
         torch.float32: True,
     }
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        native = dict.fromkeys(native, False)
     for dtype, is_native in native.items():
         problem = Problem("cpu", None, dtype, rows=1024, groups=64, k=256, n=256)
         chosen = gmm_registry.explain("cpu", problem).chosen
@@ -229,14 +234,13 @@ def test_one_groups_fp32_copy_is_all_the_memory(monkeypatch):
 
     monkeypatch.setattr(gmm_backends.eager, "is_slow", lambda dtype: True)
     x, weight = leaves([2] * 32, 64, 64, torch.bfloat16)
-    backend = gmm_registry.get_backend("cpu", "eager")
+    backend = get_backend("cpu", "eager")
     with torch.no_grad(), Largest() as largest:
         backend.forward(x, weight, BatchSizes([2] * 32), trans_b=False)
     assert largest.bytes == 64 * 64 * 4
 
 
 @pytest.mark.slow
-@every_backend
 def test_offsets_beyond_32_bits(backend):
     """DeepSpeed 8261, axolotl 3865: E * k * n of 2**31 and more."""
     needed = 14 * 2**30

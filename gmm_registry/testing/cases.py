@@ -117,8 +117,8 @@ def _cases() -> list[Case]:
         # What MindSpeed-MM's test of its grouped_matmul covers (seed: its pull request 2664), in bf16.
         Case("equal groups", (64,) * 8, 128, 256),
         Case("unequal groups", (3, 130, 1, 57, 200, 16, 9, 96), 128, 256),
-        Case("small inner dimension going up", (40, 24, 72, 56), 16, 512),
-        Case("four experts of equal share", (128,) * 4, 256, 128),
+        Case("small K going up", (40, 24, 72, 56), 16, 512),
+        Case("four experts, equal share", (128,) * 4, 256, 128),
         # What it does not.
         Case("first group empty", (0, 5, 3), 32, 16),
         Case("last group empty", (5, 3, 0), 32, 16),
@@ -127,7 +127,7 @@ def _cases() -> list[Case]:
         Case("one group", (37,), 64, 48),
         Case("no rows", (0, 0, 0), 32, 16),
         Case("groups of one row", (1,) * 33, 32, 64),
-        Case("more groups than rows", (0, 1) * 65, 32, 16),
+        Case("130 groups, half of them empty", (0, 1) * 65, 32, 16),  # an NPU's tensor lists end at 128
         Case("a tile spans groups", (64, 1, 63, 0, 129), 128, 128),
         Case("inner 12, outer 8", (4, 0, 7), 12, 8),
         Case("inner 8, outer 12", (4, 0, 7), 8, 12),
