@@ -14,15 +14,20 @@ import torch
 from torch import Tensor
 
 from gmm_registry.batch_sizes import BatchSizes
+from gmm_registry.block_sparse import BLOCK, BlockSparseProducts, Topology
 
 __all__ = [
+    "BLOCK",
     "Accepted",
     "BackendKey",
     "BatchSizes",
+    "BlockSparseProducts",
     "GroupedMatmulBackend",
     "Problem",
     "Rejected",
+    "Topology",
     "Verdict",
+    "autocast",
     "prepare",
 ]
 
@@ -107,18 +112,22 @@ def prepare(
     """Turn the arguments of a user's call into those of the torch operator."""
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise TypeError(f"x and weight must be tensors, not {type(x).__name__} and {type(weight).__name__}")
-    device = x.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # torch raises for meta
-        dtype = torch.get_autocast_dtype(device)
-        x, weight = _autocast(x, dtype), _autocast(weight, dtype)
+    if _autocasts(x):
+        x, weight = autocast(x), autocast(weight)
     weight, trans_b = _row_major(weight, trans_b)
     return x, weight, BatchSizes.of(batch_sizes), trans_b
 
 
-def _autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast does for torch.matmul: every floating type but fp64."""
-    castable = tensor.is_floating_point() and tensor.dtype != torch.float64
-    return tensor.to(dtype) if castable else tensor
+def autocast(tensor: Tensor) -> Tensor:
+    """Cast as autocast, if it is on, does for torch.matmul: every floating type but fp64."""
+    if tensor.is_floating_point() and tensor.dtype != torch.float64 and _autocasts(tensor):
+        return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor
+
+
+def _autocasts(tensor: Tensor) -> bool:
+    device = tensor.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)  # torch raises for meta
 
 
 class GroupedMatmulBackend(ABC):

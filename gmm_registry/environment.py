@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 
@@ -40,11 +41,14 @@ def default_device() -> str:
 
 
 def device_name(device: str) -> str:
-    """Return what the hardware calls itself."""
-    if device == "cpu":
+    """Return what the hardware calls itself, or that it is not there."""
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
         return f"{platform.machine()} CPU, {torch.backends.cpu.get_cpu_capability()}"
-    module = torch.get_device_module(device)
-    return str(module.get_device_name()) if hasattr(module, "get_device_name") else device
+    module: Any = getattr(torch, kind, None)
+    if not (hasattr(module, "is_available") and module.is_available()):
+        return f"no {kind} device"
+    return str(module.get_device_name(int(index or 0))) if hasattr(module, "get_device_name") else kind
 
 
 def describe(device: str) -> dict[str, str]:

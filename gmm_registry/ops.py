@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, prepare
+from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, autocast, prepare
 from gmm_registry.registry import request
 from gmm_registry.registry.choice import choose, describe, refuse
 
@@ -54,14 +54,55 @@ def gmm(
             [5., 5.],
             [5., 5.]])
     """
-    if not (backend is None or isinstance(backend, str)):
-        raise TypeError(f"backend must be a name such as 'eager', not {type(backend).__name__} {backend!s}")
-    device = x.device.type if isinstance(x, Tensor) else ""
-    name = request.requested(backend, device, request.scope)
+    name = _requested(backend, x)
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
     if _needs_no_dispatch(x, weight):
         return _gmm(x, weight, sizes, trans_b, name)
     return cast(Tensor, _gmm_op(x, weight, sizes.counts, trans_b, name))
+
+
+def weight_grad(
+    x: Tensor,
+    grad_out: Tensor,
+    batch_sizes: BatchSizes | Tensor | Iterable[int],
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Compute ``x_e.T @ grad_out_e`` for each group, the gradient of `gmm`'s weight; differentiable.
+
+    Args:
+        x: (R, K).
+        grad_out: (R, N).
+        batch_sizes: as in `gmm`.
+        backend: as in `gmm`.
+
+    Returns:
+        (E, K, N), exactly zero for an empty group.
+    """
+    sizes, name = BatchSizes.of(batch_sizes), _requested(backend, x)
+    return cast(Tensor, _weight_grad_op(autocast(x), autocast(grad_out), sizes.counts, False, name))
+
+
+def gmm_into(
+    out: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    batch_sizes: BatchSizes | Tensor | Iterable[int],
+    trans_b: bool = False,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Do `gmm` into ``out`` (R, N), which is returned. No gradient flows through it."""
+    x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
+    with torch.no_grad():
+        return _gmm(x, weight, sizes, trans_b, _requested(backend, x), out)
+
+
+def _requested(backend: str | None, x: Tensor) -> str:
+    if not (backend is None or isinstance(backend, str)):
+        raise TypeError(f"backend must be a name such as 'eager', not {type(backend).__name__} {backend!s}")
+    device = x.device.type if isinstance(x, Tensor) else ""
+    return request.requested(backend, device, request.scope)
 
 
 _library = torch.library.Library("gmm_registry", "DEF")
@@ -162,17 +203,21 @@ def _run(
             refuse(backend.key, x.device, x.dtype, f"its kernel raised {describe(error)}")
 
 
-def _gmm(x: Tensor, weight: Tensor, sizes: BatchSizes, trans_b: bool, name: str) -> Tensor:
+def _gmm(
+    x: Tensor, weight: Tensor, sizes: BatchSizes, trans_b: bool, name: str, out: Tensor | None = None
+) -> Tensor:
     rows, n = _gmm_shape(x, weight, sizes.counts, trans_b)
     sizes.check(rows)
+    if out is not None and (out.shape != (rows, n) or out.dtype != x.dtype):
+        raise ValueError(f"out must be ({rows}, {n}) {x.dtype}, got {tuple(out.shape)} {out.dtype}")
     if 0 in (rows, n, x.shape[1]):
-        return x.new_zeros(rows, n)
+        return x.new_zeros(rows, n) if out is None else out.zero_()
     x, weight = x.contiguous(), weight.contiguous()
     return _run(
         name,
         x,
         cast(tuple[int, int, int], weight.shape),
-        lambda backend: backend.forward(x, weight, sizes, trans_b=trans_b),
+        lambda backend: backend.forward(x, weight, sizes, trans_b=trans_b, out=out),
     )
 
 

@@ -104,9 +104,17 @@ def test_a_raising_backend_fails_and_the_run_goes_on(run, third_party, monkeypat
     assert "RuntimeError: out of luck" in result.stdout
 
 
+def test_an_absent_device_is_refused_with_reasons(run):
+    result = run("parity", "--device", "npu")
+    assert result.exit_code == 1
+    assert "0 passed, 0 failed, 0 raised, 6 refused" in result.stdout
+    assert "knows no device 'npu'" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("parity", "--device", "cpu", "--save", "/nowhere/at/all"), "no folder /nowhere/at"),
         (("parity", "--device", "cpu", "--backend", "egaer"), "did you mean 'eager'?"),
         (("parity", "--device", "c pu"), "names no device"),
         (("explain", "cuda:x"), "names no device"),
@@ -173,6 +181,13 @@ class TestAcrossMachines:
         result = run("parity", "--device", "cpu", "--against", golden)
         assert result.exit_code == 2
         assert "case 'bfloat16' was computed from other inputs" in result.stderr
+
+    def test_a_file_without_outputs_is_refused(self, run, tmp_path):
+        path = tmp_path / "empty.safetensors"
+        assert run("parity", "--device", "npu", "--save", path).exit_code == 1
+        result = run("parity", "--device", "cpu", "--against", path)
+        assert result.exit_code == 2
+        assert "holds no outputs" in result.stderr
 
     def test_what_is_no_result_is_refused(self, run, tmp_path):
         text = tmp_path / "text"

@@ -17,7 +17,7 @@ from gmm_registry import environment
 from gmm_registry.cli.choice import plain_errors
 from gmm_registry.registry.discovery import find, list_backends
 from gmm_registry.testing.cases import CASES
-from gmm_registry.testing.golden import compare_golden, load, save
+from gmm_registry.testing.golden import check_inputs, compare_golden, load, save
 from gmm_registry.testing.parity import Outputs, Result
 from gmm_registry.testing.parity import parity as run_parity
 
@@ -48,6 +48,11 @@ def parity(
         device = device or environment.default_device()
         keys = [find(device, name) for name in backend or ()] or list_backends(device)
         golden = load(against) if against else None
+        if golden:
+            check_inputs(golden, CASES)
+        for file in filter(None, (json_file, save_file)):
+            if not file.parent.is_dir():
+                raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
         results: list[Result] = []
         outputs: dict[tuple[str, str], Outputs] = {}
         runs = run_parity(device, keys, CASES)

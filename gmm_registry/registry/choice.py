@@ -74,7 +74,7 @@ def _judge(key: BackendKey, problem: Problem) -> Verdict:
     try:
         reasons = (*missing, *([late] if late else []), *backend.rejections(problem))
         priority = backend.priority(problem)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         reason = f"its capability check raised {describe(error)}"
         return Rejected(key, _UNKNOWN_PRIORITY, (*missing, reason))
     return Rejected(key, priority, reasons) if reasons else Accepted(key, priority)

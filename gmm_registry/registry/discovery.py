@@ -6,11 +6,14 @@ This is the only module that imports stevedore.
 from __future__ import annotations
 
 import difflib
+import importlib
 import inspect
+import logging
+import re
 import sys
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import Distribution, EntryPoint, distributions
+from importlib.metadata import Distribution, EntryPoint, MetadataPathFinder, distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from stevedore.driver import DriverManager
 from gmm_registry.contract import BackendKey, GroupedMatmulBackend
 from gmm_registry.errors import DuplicateBackendError, UnknownBackendError
 
+_log = logging.getLogger("gmm_registry")
 GROUP = "gmm_registry.backends"
 ANY = "any"  # the device type of a backend that runs wherever torch does
 
@@ -43,18 +47,29 @@ def offers() -> dict[str, tuple[Offer, ...]]:
     """Return every offer by entry-point name, importing nothing; more than one under a name is a conflict.
 
     A distribution that stands on `sys.path` twice counts once, the first time, as for Python itself.
+    One whose metadata cannot be read offers nothing, and that is logged.
     The path is scanned here rather than through stevedore, whose cache (in the process and on disk)
     forgets which distribution an entry point came from, and rather than through
     `importlib.metadata.entry_points`, where a stale empty dist-info hides the real one.
     """
-    found: dict[str, dict[str, Offer]] = {}
+    found: dict[str, list[Offer]] = {}
+    seen = set()
     for distribution in distributions():
-        for entry_point in distribution.entry_points:
-            if entry_point.group == GROUP:
-                name, version = _identity(distribution)
-                offer = Offer(entry_point.name, entry_point.value, name, version, entry_point)
-                found.setdefault(offer.name, {}).setdefault(name.lower().replace("_", "-"), offer)
-    return {name: tuple(by.values()) for name, by in sorted(found.items())}
+        try:
+            ours = {point.name: point for point in distribution.entry_points if point.group == GROUP}
+            if not ours:
+                continue
+            name, version = _identity(distribution)
+        except Exception as error:
+            place = getattr(distribution, "_path", distribution)
+            _log.warning("the metadata of %s cannot be read: %s: %s", place, type(error).__name__, error)
+            continue
+        normal = re.sub(r"[-_.]+", "-", name).lower()
+        if normal not in seen:
+            seen.add(normal)
+            for key, point in ours.items():
+                found.setdefault(key, []).append(Offer(key, point.value, name, version, point))
+    return {key: tuple(offers) for key, offers in sorted(found.items())}
 
 
 def list_backends(device: str | torch.device | None = None) -> list[BackendKey]:
@@ -110,7 +125,10 @@ def parse_device(device: str | torch.device) -> tuple[str, int | None]:
 
 def _identity(distribution: Distribution) -> tuple[str, str]:
     metadata = distribution.metadata
-    return metadata["Name"] or "a distribution without a name", metadata["Version"] or "?"
+    names, versions = (metadata.get_all(field, []) for field in ("Name", "Version"))
+    if not names:
+        raise ValueError("it has no Name")
+    return names[0], (versions or ["?"])[0]
 
 
 class _Driver(DriverManager[Any]):
@@ -140,10 +158,13 @@ def load(name: str) -> type[GroupedMatmulBackend] | BaseException:
     """
     try:
         BackendKey.parse(name)
-        if len(offers()[name]) > 1:
+        offer, *others = offers()[name]
+        if others:
             raise _conflict(name)  # before stevedore imports both
+        if not EntryPoint.pattern.match(offer.value):
+            raise ValueError(f"{offer.value!r} is not of the form 'module:attribute'")
         driver = _Driver(GROUP, name, conflict_resolver=_refuse_conflict)
-        return _checked(driver.driver, offers()[name][0].value)
+        return _checked(driver.driver, offer.value)
     except (Exception, SystemExit) as error:
         return error
 
@@ -165,5 +186,8 @@ def stale_metadata() -> list[Path]:
 
 def forget() -> None:
     """Scan `sys.path` again and import again at the next question, after a package was installed."""
+    # Python's finders go by the times of folders, which are coarse.
+    importlib.invalidate_caches()
+    MetadataPathFinder().invalidate_caches()  # the line above does not reach it before Python 3.12
     offers.cache_clear()
     load.cache_clear()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
+from threading import Lock
 
 import torch
 
@@ -16,35 +17,59 @@ from gmm_registry.registry.discovery import find
 ENVIRONMENT = "GMM_REGISTRY_BACKEND"
 
 _scoped: ContextVar[str] = ContextVar("gmm_registry_backend", default="")
-# A copy of the context variable for torch.compile alone, which guards on a module global but cannot
-# read a context variable: a compiled function is traced again when this changes.
+# torch.compile guards on a module global, but cannot read a context variable. So compiled code goes by
+# the block entered last on any thread, and is traced again when that changes.
 scope = ""
+_open: dict[object, str] = {}  # the blocks that are open, in the order of entering
+_lock = Lock()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def requested(argument: str | None, device: str, scope: str) -> str:
     """Return the name asked for on a device type, or "" where the choice is automatic.
 
     ``scope`` is this module's, passed so that a traced call depends on it.
     """
-    for spec in (argument, _scoped.get(), os.environ.get(ENVIRONMENT)):
-        if spec:
-            names = parse(spec)
-            name = names.get(device) or names.get("")
-            if name:
-                return name
-    return ""
+    return _named(argument, scope if torch.compiler.is_compiling() else _scoped.get(), device)
+
+
+def _named(argument: str | None, scoped: str, device: str) -> str:
+    for spec in (argument, scoped):
+        if spec and (name := _select(spec, device)):
+            return name
+    spec = os.environ.get(ENVIRONMENT)
+    if not spec:
+        return ""
+    try:
+        return _checked(_select(spec, device), device)
+    except UnknownBackendError as error:
+        raise UnknownBackendError(f"{ENVIRONMENT}={spec}: {error}") from error
+
+
+def _select(spec: str, device: str) -> str:
+    names = parse(spec)
+    return names.get(device) or names.get("", "")
+
+
+@lru_cache(maxsize=128)
+def _checked(name: str, device: str) -> str:
+    if name:
+        find(device, name)
+    return name
+
+
+# As torch.compiler.assume_constant_result does, which imports the compiler first, and with it triton.
+_named._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=128)
 def parse(spec: str) -> dict[str, str]:
     """Read "eager" as {"": "eager"}, and "cuda=triton,npu=npu_fused" as one name a device type."""
-    names = {}
+    names: dict[str, str] = {}
     for part in spec.split(","):
-        device, equals, name = part.rpartition("=")
-        names[device.strip()] = name.strip()
-        if not name.strip() or bool(equals) != bool(device.strip()):
+        device, equals, name = map(str.strip, part.rpartition("="))
+        if not name or device in names or (equals and not device.isidentifier()):
             raise UnknownBackendError(f"{spec!r} is not of the form 'eager' or 'cuda=triton,npu=npu_fused'")
+        names[device] = name
     return names
 
 
@@ -52,7 +77,8 @@ def parse(spec: str) -> dict[str, str]:
 def use_backend(name: str) -> Iterator[None]:
     """Choose the backend of every call inside the block, on this thread or task.
 
-    A call that it cannot serve raises; it never falls back.
+    A call that it cannot serve raises; it never falls back. Under torch.compile a call goes by the block
+    entered last on any thread.
 
     Args:
         name: an implementation ("eager"), or one for each device type ("cuda=triton,npu=npu_fused").
@@ -60,17 +86,39 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         UnknownBackendError: no installed package offers it.
 
+    >>> from gmm_registry import explain
     >>> with use_backend("eager"):
-    ...     requested(None, "cpu", scope)
-    'eager'
+    ...     print(explain("cpu").chosen)
+    any.eager
     """
-    global scope
     for device, impl in parse(name).items():
         find(device or None, impl)
-    token, outer = _scoped.set(name), scope
-    scope = name
+    name = _within(_scoped.get(), name)
+    token, block = _scoped.set(name), object()
+    _enter(block, name)
     try:
         yield
     finally:
         _scoped.reset(token)
-        scope = outer
+        _leave(block)
+
+
+def _within(outer: str, inner: str) -> str:
+    """Add to a block's request what the block around it asks for on other devices."""
+    names = parse(inner)
+    if outer and "" not in names:
+        names = {**parse(outer), **names}
+    return ",".join(f"{device}={name}" if device else name for device, name in names.items())
+
+
+def _enter(block: object, name: str) -> None:
+    global scope
+    with _lock:
+        _open[block] = scope = name
+
+
+def _leave(block: object) -> None:
+    global scope
+    with _lock:
+        del _open[block]
+        scope = next(reversed(_open.values()), "")

@@ -153,3 +153,4 @@ def _cases() -> list[Case]:
 
 
 CASES: tuple[Case, ...] = tuple(_cases())
+"""The cases of the parity command and of `BackendParityTests`."""

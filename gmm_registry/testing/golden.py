@@ -84,21 +84,24 @@ def load(path: Path) -> Golden:
     return Golden(json.loads(metadata["environment"]), json.loads(metadata["inputs"]), outputs)
 
 
-def compare_golden(
-    golden: Golden, cases: Iterable[Case], outputs: Mapping[tuple[str, str], Outputs]
-) -> list[Result]:
-    """Compare outputs of this machine with every backend's of the other, case by case.
-
-    Raises:
-        GoldenError: a case is missing there, or was computed from other inputs.
-    """
-    where = golden.environment.get("device", "another machine")
-    results = []
+def check_inputs(golden: Golden, cases: Iterable[Case]) -> None:
+    """Raise GoldenError if a case is missing there or was computed from other inputs, or if all is empty."""
+    if not golden.outputs:
+        raise GoldenError("the file holds no outputs: no backend could run where it was saved")
     for case in cases:
         if case.name not in golden.inputs:
             raise GoldenError(f"the file has no case {case.name!r}: another version wrote it")
         if golden.inputs[case.name] != case.inputs().fingerprint():
             raise GoldenError(f"case {case.name!r} was computed from other inputs")
+
+
+def compare_golden(
+    golden: Golden, cases: Iterable[Case], outputs: Mapping[tuple[str, str], Outputs]
+) -> list[Result]:
+    """Compare outputs of this machine with every backend's of the other, case by case."""
+    where = golden.environment.get("device", "another machine")
+    results = []
+    for case in cases:
         theirs = {backend: out for (backend, name), out in golden.outputs.items() if name == case.name}
         ours = {backend: out for (backend, name), out in outputs.items() if name == case.name}
         results += [

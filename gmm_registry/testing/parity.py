@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -42,8 +43,11 @@ class Result:
     reasons: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the result as JSON takes it."""
-        differences = {name: diff._asdict() for name, diff in self.differences.items()}
+        """Return the result as JSON takes it, which knows no NaN or infinity: they become null."""
+        differences = {
+            name: {key: value if math.isfinite(value) else None for key, value in found._asdict().items()}
+            for name, found in self.differences.items()
+        }
         return {**vars(self), "differences": differences, "reasons": list(self.reasons)}
 
 

@@ -15,13 +15,13 @@ class Tolerance(NamedTuple):
     atol: float
 
 
-# bf16 is MindSpeed-MM's. The others leave the same room over one rounding of an fp32 sum.
 TOLERANCES: dict[torch.dtype, Tolerance] = {
     torch.bfloat16: Tolerance(1e-2, 1e-2),
     torch.float16: Tolerance(2e-3, 2e-3),
     torch.float32: Tolerance(1e-5, 1e-5),
     torch.float64: Tolerance(1e-12, 1e-12),
 }
+"""The tolerance of each dtype. bf16 is MindSpeed-MM's; the others leave room over one rounding of a sum."""
 
 
 class Difference(NamedTuple):
