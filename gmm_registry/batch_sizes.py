@@ -41,7 +41,7 @@ class BatchSizes:
                 )
             self._hold(_int64_copy(counts))
         else:
-            self._hold(torch.tensor(_as_ints(counts), dtype=torch.int64))
+            self._hold(_from_ints(counts))
 
     @classmethod
     def from_device(cls, counts: Tensor) -> BatchSizes:
@@ -50,6 +50,8 @@ class BatchSizes:
         The host sees them when a backend first asks for `host`; that waits, and checks them. A backend
         that never asks leaves the check to the device: on CUDA an assertion there ends the process.
         """
+        if not isinstance(counts, Tensor):
+            raise TypeError(f"counts from a device are a tensor there, not {type(counts).__name__}")
         self = cls.__new__(cls)
         self._hold(_int64_copy(counts))
         return self
@@ -151,6 +153,8 @@ def _verify(counts: Tensor, rows: int) -> None:
 
 
 def _int64_copy(counts: Tensor) -> Tensor:
+    if counts.layout != torch.strided:
+        raise TypeError(f"batch_sizes have the layout {counts.layout}; they must be an ordinary tensor")
     if counts.dim() != 1:
         raise ValueError(f"batch_sizes have shape {tuple(counts.shape)}; they must be (E,)")
     if counts.dtype == torch.int64:
@@ -160,11 +164,16 @@ def _int64_copy(counts: Tensor) -> Tensor:
     raise TypeError(f"batch_sizes are {counts.dtype}; they must be torch.int64 or torch.int32")
 
 
-def _as_ints(counts: Iterable[int]) -> list[int]:
+def _from_ints(counts: Iterable[int]) -> Tensor:
     try:
-        return [operator.index(count) for count in counts]
+        if isinstance(counts, (str, bytes, bytearray, set, frozenset, dict)):
+            raise TypeError  # integers, or hashable ones, but not counts in an order
+        sizes = [operator.index(count) for count in counts]
     except TypeError as error:
         raise TypeError(
             "batch_sizes must be a CPU int64 or int32 tensor, a list of ints or a BatchSizes, "
             f"not {type(counts).__name__} {counts!r}"
         ) from error
+    if any(abs(size) > _MAX_ROWS for size in sizes):
+        raise ValueError(f"batch_sizes {sizes} have an entry beyond {_MAX_ROWS}, more rows than are possible")
+    return torch.tensor(sizes, dtype=torch.int64, device=_CPU)  # whatever torch's default device is

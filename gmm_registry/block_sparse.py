@@ -57,17 +57,15 @@ class Topology:
         transposed = columns.argsort(stable=True)
         in_column = tall.repeat_interleave(wide)  # blocks in each column of blocks
 
-        def index(values: Tensor) -> Tensor:
-            return values.to(device, torch.int32)
-
-        return cls(
-            (int(counts.sum()), groups * width),
-            index(torch.arange(len(owner) + 1) * wide),
-            index(rows),
-            index(columns),
-            index(torch.nn.functional.pad(in_column.cumsum(0), (1, 0))),
-            index(transposed),
+        indices = (
+            torch.arange(len(owner) + 1) * wide,
+            rows,
+            columns,
+            torch.nn.functional.pad(in_column.cumsum(0), (1, 0)),
+            transposed,
         )
+        moved = torch.cat(indices).to(device, torch.int32)  # one copy for all
+        return cls((int(counts.sum()), groups * width), *moved.split([len(index) for index in indices]))
 
 
 class BlockSparseProducts:

@@ -22,6 +22,7 @@ __all__ = [
     "BackendKey",
     "BatchSizes",
     "BlockSparseProducts",
+    "Companions",
     "GroupedMatmulBackend",
     "Problem",
     "Rejected",
@@ -68,8 +69,19 @@ class Problem:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor) -> Problem:
-        """Describe the call ``gmm(x, weight, ...)``, for `explain`."""
-        weight, _ = _row_major(weight, False)
+        """Describe the call ``gmm(x, weight, ...)``, under autocast if that is on, for `explain`.
+
+        Raises:
+            ValueError: x is not (R, K) or weight not three-dimensional.
+            TypeError: their dtypes differ.
+        """
+        x, weight, _, _ = prepare(x, weight, (), False)
+        if x.dim() != 2 or weight.dim() != 3:
+            raise ValueError(
+                f"x must be (R, K) and weight (E, K, N), got {tuple(x.shape)} and {tuple(weight.shape)}"
+            )
+        if x.dtype != weight.dtype:
+            raise TypeError(f"x is {x.dtype}, but weight is {weight.dtype}")
         groups, k, n = weight.shape
         return cls(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n)
 
@@ -112,6 +124,8 @@ def prepare(
     """Turn the arguments of a user's call into those of the torch operator."""
     if not (isinstance(x, Tensor) and isinstance(weight, Tensor)):
         raise TypeError(f"x and weight must be tensors, not {type(x).__name__} and {type(weight).__name__}")
+    if not isinstance(trans_b, bool):
+        raise TypeError(f"trans_b must be a bool, not {type(trans_b).__name__} {trans_b!r}")
     if _autocasts(x):
         x, weight = autocast(x), autocast(weight)
     weight, trans_b = _row_major(weight, trans_b)
@@ -224,11 +238,54 @@ class GroupedMatmulBackend(ABC):
             ValueError: x is not on the device this backend is bound to.
             BackendUnavailableError: the backend refuses this problem.
         """
+        x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
         if x.device.type != self.device:
             raise ValueError(
                 f"{self.key} is bound to {self.device}, but x is on {x.device}: "
                 f"use get_backend({x.device.type!r}, {self.impl!r})"
             )
-        x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
         operator = torch.ops.gmm_registry.gmm.default
         return cast(Tensor, operator(x, weight, sizes.counts, trans_b, str(self.key)))
+
+
+class Companions:
+    """The steps around the products of an MoE layer, as kernels; a backend that has them derives from this.
+
+    There is no padding, and no choice is dropped. Each step is differentiable once, by torch's autograd.
+    `unpermute` takes the weights in the dtype of the rows, where `gmm_registry.layers.unpermute` has fp32.
+
+    Shape letters: T tokens, C choices a token, R = T * C rows, H hidden, F expert width.
+    """
+
+    @abstractmethod
+    def companion_rejections(self, tokens: int, choices: int) -> list[str]:
+        """Say why `permute` and `unpermute` cannot do so many, as `GroupedMatmulBackend.rejections` does."""
+
+    @abstractmethod
+    def permute(self, x: Tensor, slot_row: Tensor) -> Tensor:
+        """Copy tokens to their rows.
+
+        Args:
+            x: (T, H).
+            slot_row: the row of each choice, (T, C) int64: every number below R once.
+
+        Returns:
+            (R, H).
+        """
+
+    @abstractmethod
+    def unpermute(self, rows: Tensor, slot_row: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Add up each token's rows, each times its weight.
+
+        Args:
+            rows: (R, H).
+            slot_row: as in `permute`.
+            weights: (T, C); None: all 1.
+
+        Returns:
+            (T, H).
+        """
+
+    @abstractmethod
+    def glu(self, gate_up: Tensor) -> Tensor:
+        """Give ``silu(gate) * up``, (R, F), for rows that hold both, (R, 2 F), the gate first."""

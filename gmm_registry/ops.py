@@ -11,10 +11,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, autocast, prepare
+from gmm_registry.contract import BackendKey, BatchSizes, GroupedMatmulBackend, autocast, prepare
+from gmm_registry.errors import BackendUnavailableError
 from gmm_registry.registry import request
-from gmm_registry.registry.choice import choose, describe, refuse
+from gmm_registry.registry.choice import choose, describe, forgive, refuse
 
 
 def gmm(
@@ -54,10 +56,16 @@ def gmm(
             [5., 5.],
             [5., 5.]])
     """
-    name = _requested(backend, x)
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
-    if _needs_no_dispatch(x, weight):
-        return _gmm(x, weight, sizes, trans_b, name)
+    name = request.requested(backend, x.device.type, request.scope)
+    if not torch.compiler.is_compiling():
+        transform = torch._C._functorch.peek_interpreter_stack()
+        if transform is None and _needs_no_dispatch(x, weight):
+            return _gmm(x, weight, sizes, trans_b, name)
+        if transform is not None and transform.key() in _GRADIENTS:
+            raise NotImplementedError(
+                "torch.func's grad, jvp and what is made of them cannot go through gmm; use torch.autograd"
+            )
     return cast(Tensor, _gmm_op(x, weight, sizes.counts, trans_b, name))
 
 
@@ -79,8 +87,9 @@ def weight_grad(
     Returns:
         (E, K, N), exactly zero for an empty group.
     """
-    sizes, name = BatchSizes.of(batch_sizes), _requested(backend, x)
-    return cast(Tensor, _weight_grad_op(autocast(x), autocast(grad_out), sizes.counts, False, name))
+    name = request.requested(backend, x.device.type, request.scope)
+    counts = BatchSizes.of(batch_sizes).counts
+    return cast(Tensor, _weight_grad_op(autocast(x), autocast(grad_out), counts, False, name))
 
 
 def gmm_into(
@@ -94,15 +103,9 @@ def gmm_into(
 ) -> Tensor:
     """Do `gmm` into ``out`` (R, N), which is returned. No gradient flows through it."""
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
+    name = request.requested(backend, x.device.type, request.scope)
     with torch.no_grad():
-        return _gmm(x, weight, sizes, trans_b, _requested(backend, x), out)
-
-
-def _requested(backend: str | None, x: Tensor) -> str:
-    if not (backend is None or isinstance(backend, str)):
-        raise TypeError(f"backend must be a name such as 'eager', not {type(backend).__name__} {backend!s}")
-    device = x.device.type if isinstance(x, Tensor) else ""
-    return request.requested(backend, device, request.scope)
+        return _gmm(x, weight, sizes, trans_b, name, out)
 
 
 _library = torch.library.Library("gmm_registry", "DEF")
@@ -117,6 +120,8 @@ _library.define(
 _gmm_op = torch.ops.gmm_registry.gmm.default
 _weight_grad_op = torch.ops.gmm_registry.weight_grad.default
 _PLAIN = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_GRADIENTS = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
 # As torch.library.register_autograd does inside, whose own wrapper costs more than a small product.
 _below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -128,12 +133,11 @@ def _needs_no_dispatch(x: Tensor, weight: Tensor) -> bool:
     """
     return (
         not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
-        and not torch.compiler.is_compiling()
+        and forward_ad._current_level < 0
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and not x.is_meta
         and not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
         and not torch._C._autograd._profiler_enabled()
     )
 
@@ -142,6 +146,8 @@ def _check(x: Tensor, name: str, other: Tensor, counts: Tensor) -> None:
     """Check what both operators share; ``other`` is the weight or grad_out, as ``name`` says."""
     if x.dim() != 2:
         raise ValueError(f"x must be (R, K), got shape {tuple(x.shape)}")
+    if x.layout is not _STRIDED or other.layout is not _STRIDED:
+        raise TypeError(f"x is {x.layout} and {name} {other.layout}; both must be ordinary tensors")
     if x.device != other.device:
         raise ValueError(f"x is on {x.device}, but {name} is on {other.device}")
     if x.dtype != other.dtype:
@@ -150,6 +156,8 @@ def _check(x: Tensor, name: str, other: Tensor, counts: Tensor) -> None:
         raise TypeError(f"x is {x.dtype}; a floating-point dtype is needed")
     if counts.dim() != 1:
         raise ValueError(f"batch_sizes have shape {tuple(counts.shape)}; they must be (E,)")
+    if counts.is_meta and not x.is_meta:
+        raise ValueError(f"batch_sizes are on meta and hold no numbers, but x is on {x.device}")
 
 
 def _gmm_shape(x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool) -> tuple[int, int]:
@@ -166,10 +174,12 @@ def _gmm_shape(x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool) -> tupl
             f"x {tuple(x.shape)} has K = {x.shape[1]}, but weight {tuple(weight.shape)} is {layout} "
             f"with trans_b={trans_b} and has K = {k}"
         )
-    if counts.shape[0] != groups:
+    entries = counts.shape[0]
+    if isinstance(entries, torch.SymInt):  # known when the compiled code runs
+        torch._check(entries == groups)
+    elif entries != groups:
         raise ValueError(
-            f"batch_sizes have {counts.shape[0]} entries, "
-            f"but weight {tuple(weight.shape)} has {groups} groups"
+            f"batch_sizes have {entries} entries, but weight {tuple(weight.shape)} has {groups} groups"
         )
     return x.shape[0], n
 
@@ -189,18 +199,45 @@ def _run(
     name: str,
     x: Tensor,
     weight_shape: tuple[int, int, int],
+    shape: tuple[int, ...],
     product: Callable[[GroupedMatmulBackend], Tensor],
 ) -> Tensor:
+    absent: dict[BackendKey, NotImplementedError] = {}
     while True:
-        backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape)
         try:
-            return product(backend).contiguous()
+            backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape)
+        except BackendUnavailableError:
+            if not absent:
+                raise
+            # No backend has it, so the fault is the call's and says nothing about any backend.
+            forgive(absent, x.device, x.dtype)
+            raise next(iter(absent.values())) from None
+        try:
+            return _contiguous(product(backend), shape, x, backend)
         except NotImplementedError as error:
             # A kernel that is named but not there has computed nothing: that is a refusal that comes
             # late. Any other exception is a fault and never sends the call to another backend.
             if name:
                 raise
+            absent[backend.key] = error
             refuse(backend.key, x.device, x.dtype, f"its kernel raised {describe(error)}")
+
+
+def _contiguous(result: Tensor, shape: tuple[int, ...], x: Tensor, backend: GroupedMatmulBackend) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise RuntimeError(f"{backend.key} returned {type(result).__name__}, not a tensor")
+    if result.shape != shape or result.dtype != x.dtype:
+        raise RuntimeError(
+            f"{backend.key} returned {tuple(result.shape)} {result.dtype}, not {shape} {x.dtype}"
+        )
+    return result.contiguous()
+
+
+def _check_name(name: str, x: Tensor, weight_shape: tuple[int, ...]) -> None:
+    """Refuse on a rank without rows what the other ranks refuse."""
+    if name:
+        groups, k, n = weight_shape
+        choose(name, x.device, x.dtype, x.shape[0], groups, k, n)
 
 
 def _gmm(
@@ -211,12 +248,14 @@ def _gmm(
     if out is not None and (out.shape != (rows, n) or out.dtype != x.dtype):
         raise ValueError(f"out must be ({rows}, {n}) {x.dtype}, got {tuple(out.shape)} {out.dtype}")
     if 0 in (rows, n, x.shape[1]):
+        _check_name(name, x, weight.shape)
         return x.new_zeros(rows, n) if out is None else out.zero_()
     x, weight = x.contiguous(), weight.contiguous()
     return _run(
         name,
         x,
         cast(tuple[int, int, int], weight.shape),
+        (rows, n),
         lambda backend: backend.forward(x, weight, sizes, trans_b=trans_b, out=out),
     )
 
@@ -225,10 +264,11 @@ def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, 
     shape = _weight_grad_shape(x, grad_out, sizes.counts, trans_b)
     sizes.check(x.shape[0])
     if 0 in (x.shape[0], *shape):
+        _check_name(name, x, shape)
         return x.new_zeros(shape)
     left, right = (grad_out, x) if trans_b else (x, grad_out)
     left, right = left.contiguous(), right.contiguous()
-    return _run(name, x, shape, lambda backend: backend.weight_grad(left, right, sizes))
+    return _run(name, x, shape, shape, lambda backend: backend.weight_grad(left, right, sizes))
 
 
 class _Gmm(torch.autograd.Function):
@@ -289,7 +329,8 @@ def _kernel(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _differentiable(op: Any, function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     def kernel(a: Tensor, b: Tensor, counts: Tensor, trans_b: bool, backend: str) -> Tensor:
-        if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        wants_grad = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+        if wants_grad or forward_ad._current_level >= 0:  # forward mode is not there, and autograd says so
             return cast(Tensor, function.apply(a, b, counts, trans_b, backend))
         with _below_autograd():
             return cast(Tensor, op(a, b, counts, trans_b, backend))

@@ -100,6 +100,9 @@ def test_a_backward_finds_the_forms_of_its_forward(monkeypatch):
         (None, TypeError, "NoneType"),
         (7, TypeError, "int 7"),
         ("12", TypeError, "str"),
+        ({1, 2}, TypeError, "set"),
+        (b"12", TypeError, "bytes"),
+        (torch.tensor([1, 2]).to_sparse(), TypeError, "sparse"),
     ],
 )
 def test_what_is_no_count_is_refused(counts, error, match):
@@ -134,7 +137,26 @@ def test_counts_from_a_device_are_checked_when_the_host_sees_them():
 
 def test_rows_that_int32_offsets_cannot_count_are_refused():
     with pytest.raises(ValueError, match="at most 2147483647"):
-        BatchSizes([2**31]).check(2**31)
+        BatchSizes(torch.tensor([2**31])).check(2**31)
+    for size in (2**31, 2**70, -(2**70)):
+        with pytest.raises(ValueError, match="beyond 2147483647"):
+            BatchSizes([size])
+
+
+def test_lists_are_host_counts_whatever_the_default_device_is():
+    torch.set_default_device("meta")
+    try:
+        assert BatchSizes([2, 0, 3]).counts.is_cpu
+    finally:
+        torch.set_default_device(None)
+
+
+def test_other_rows_are_checked_anew():
+    """pytorch 154557, torchtitan 1237: counts that were right for one x are wrong for another."""
+    sizes, weight = BatchSizes([2, 0, 3]), torch.randn(3, 8, 16)
+    gmm(torch.randn(5, 8), weight, sizes)
+    with pytest.raises(ValueError, match="sum to 5, but x has 64 rows"):
+        gmm(torch.randn(64, 8), weight, sizes)
 
 
 def test_copies_work():

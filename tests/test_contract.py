@@ -252,3 +252,81 @@ def test_offsets_beyond_32_bits(backend):
     x[0, 0] = 1
     with torch.no_grad():
         assert gmm(x, weight, [0, 0, 1], backend=backend)[0, 0] == 1
+
+
+def test_a_call_without_gradients_is_seen_by_modes_and_transformations(backend):
+    """Where nobody listens the dispatcher is left out; where somebody does it must not be."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x, weight = (tensor.detach() for tensor in leaves([2, 3], 8, 16))
+    want = gmm(x, weight, [2, 3], backend=backend)
+
+    class Seen(TorchDispatchMode):
+        names = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names += (func.name(),)
+            return func(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        gmm(x, weight, [2, 3], backend=backend)
+    assert "gmm_registry::gmm" in seen.names
+    graph = make_fx(lambda a: gmm(a, weight, [2, 3], backend=backend))(x).graph
+    assert torch.ops.gmm_registry.gmm.default in {node.target for node in graph.nodes}
+    with torch.profiler.profile() as profile:
+        gmm(x, weight, [2, 3], backend=backend)
+    assert "gmm_registry::gmm" in {event.name for event in profile.events()}
+    torch.testing.assert_close(
+        torch.vmap(lambda a: gmm(a, weight, [2, 3], backend=backend))(x[None])[0], want
+    )
+
+
+def test_forward_mode_is_refused_rather_than_zero(backend):
+    x, weight = (tensor.detach() for tensor in leaves([2, 3], 8, 16))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="jvp"):
+            gmm(dual, weight, [2, 3], backend=backend)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.jvp(lambda a: gmm(a, weight, [2, 3], backend=backend), (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda a: gmm(a, weight, [2, 3], backend=backend).sum())(x)
+
+
+def test_a_faulty_call_changes_no_later_choice():
+    x, weight = leaves([2, 3], 8, 16)
+    for counts in (torch.tensor([2, 3], device="meta"), [2, 4]):
+        with pytest.raises(ValueError, match="batch_sizes"):
+            gmm(x, weight, counts)
+    assert gmm(x, weight, [2, 3]).shape == (5, 16)
+
+
+def test_a_rank_without_rows_refuses_what_the_others_refuse():
+    x, weight = torch.randn(0, 8), torch.randn(2, 8, 16)
+    with pytest.raises(gmm_registry.UnknownBackendError):
+        gmm(x, weight, [0, 0], backend="egaer")
+
+
+@pytest.mark.parametrize("trans_b", [1, "eager", None])
+def test_trans_b_is_a_bool(trans_b):
+    x, weight = leaves([2, 3], 8, 8)
+    with torch.no_grad(), pytest.raises(TypeError, match="trans_b"):
+        gmm(x, weight, [2, 3], trans_b)
+
+
+def test_sparse_tensors_are_refused():
+    x, weight = (tensor.detach() for tensor in leaves([2, 3], 8, 16))
+    with pytest.raises(TypeError, match="sparse"):
+        gmm(x.to_sparse(), weight, [2, 3])
+
+
+def test_counts_made_on_the_way_compile():
+    """bincount's length is not known to the compiler; it is the number of groups all the same."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def layer(x, weight, experts):
+        return gmm(x, weight, BatchSizes.from_device(torch.bincount(experts, minlength=3)))
+
+    x, weight = leaves([2, 0, 3], 8, 16)
+    out = layer(x, weight, torch.tensor([0, 0, 2, 2, 2]))
+    torch.testing.assert_close(out, gmm(x, weight, [2, 0, 3]))

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from test_layers import FORMS, check_against_dense, make
 
 from gmm_registry import BackendUnavailableError, BatchSizes, get_backend, gmm
 
@@ -61,3 +62,56 @@ def test_offsets_beyond_32_bits(backend):
     x[0, 0] = 1
     with torch.no_grad():
         assert gmm(x, weight, [0, 0, 1], backend=backend.impl)[0, 0] == 1
+
+
+@pytest.fixture
+def cuda():
+    try:
+        get_backend("cuda")
+    except BackendUnavailableError as error:
+        pytest.skip(str(error))
+    return "cuda"
+
+
+@pytest.mark.parametrize(("mlp_type", "mlp_impl", "memory_optimized_mlp"), FORMS)
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(1, 1, 5), (8, 2, 20), (8, 4, 300), (8, 2, 0)])
+def test_layers_equal_the_dense_reference(
+    cuda, mlp_type, mlp_impl, memory_optimized_mlp, experts, top_k, tokens
+):
+    module = make(
+        mlp_type=mlp_type,
+        mlp_impl=mlp_impl,
+        memory_optimized_mlp=memory_optimized_mlp,
+        moe_num_experts=experts,
+        moe_top_k=top_k,
+        device=cuda,
+    )
+    check_against_dense(module, torch.randn(tokens, 128, device=cuda))
+
+
+@pytest.mark.parametrize("memory_optimized_mlp", [False, True])
+def test_a_grouped_layer_needs_no_synchronisation(cuda, memory_optimized_mlp):
+    module = make(
+        mlp_type="glu",
+        memory_optimized_mlp=memory_optimized_mlp,
+        moe_num_experts=8,
+        moe_top_k=2,
+        device=cuda,
+        dtype=torch.bfloat16,
+        backend="torch_grouped_mm",
+    )
+    x = torch.randn(64, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    module(x).sum().backward()  # what is made once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        module(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_layer_gives_the_same_bits_each_time(cuda):
+    module = make(mlp_type="glu", moe_num_experts=8, moe_top_k=4, device=cuda, backend="torch_grouped_mm")
+    x = torch.randn(512, 128, device=cuda)
+    first = module(x)
+    for _ in range(5):
+        assert torch.equal(module(x), first)

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -349,7 +350,7 @@ class Plugin(GroupedMatmulBackend):
         ),
         (
             GOOD + "class Plugin(Good):\n    def rejections(self, problem): return None",
-            "its capability check raised TypeError",
+            "its rejections must be a list of str, not None",
         ),
         (
             GOOD + "class Plugin(Good):\n    def priority(self, problem): raise OSError('no chip')",
@@ -376,3 +377,55 @@ def test_a_plugin_that_breaks_the_contract(distribution: Distribution, source: s
     with pytest.raises(BackendUnavailableError) as caught:
         get_backend("cpu", "plugin")
     assert cause in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("def rejections(self, problem): return 'no gpu'", "rejections must be a list of str, not 'no gpu'"),
+        ("def rejections(self, problem): return [None]", "rejections must be a list of str, not [None]"),
+        ("def priority(self, problem): return None", "priority must be an int, not None"),
+        ("def priority(self, problem): return float('nan')", "priority must be an int, not nan"),
+        ("def priority(self, problem): raise Panic('out')", "its capability check raised Panic: out"),
+        ("def __init__(self): raise Panic('out')", "not loaded: Panic: out"),
+    ],
+)
+def test_a_plugin_that_answers_nonsense_harms_nobody(distribution: Distribution, method: str, reason: str):
+    source = f"""
+from gmm_backends.eager import Eager
+
+class Panic(BaseException):
+    pass
+
+class Bad(Eager):
+    {method}
+"""
+    distribution("bad", {"cpu.bad": "bad_module:Bad"}, {"bad_module": source})
+    assert reason in refusal("cpu.bad")
+    assert get_backend("cpu").impl in ("eager", "torch_grouped_mm")
+
+
+def test_all_threads_get_one_instance(distribution: Distribution) -> None:
+    source = """
+import time
+from gmm_backends.eager import Eager
+
+class Slow(Eager):
+    def __init__(self):
+        time.sleep(0.05)
+"""
+    distribution("slow", {"cpu.slow": "slow_module:Slow"}, {"slow_module": source})
+    with ThreadPoolExecutor(8) as pool:
+        backends = list(pool.map(lambda _: get_backend("cpu", "slow"), range(8)))
+    assert len({id(backend) for backend in backends}) == 1
+
+
+@pytest.mark.parametrize("device", ["distributed", "ops", "nn", "cpu:3"])
+def test_a_module_of_torch_is_no_device(device: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=r"no device|there is no"):
+        get_backend(device)
+
+
+def test_a_place_that_cannot_be_read_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend("x" * 5000)
+    assert discovery.stale_metadata() == []

@@ -44,11 +44,12 @@ def test_examples_run(name: str) -> None:
 
 def test_every_public_name_is_in_the_api_page() -> None:
     import gmm_registry
-    from gmm_registry import testing
+    from gmm_registry import layers, testing
 
     page = PAGES["docs/api.md"].read_text()
     documented = set(re.findall(r"(?m)^\.\. (?:auto\w+|py:data):: (\S+)", page))
-    public = {f"{module.__name__}.{name}" for module in (gmm_registry, testing) for name in module.__all__}
+    modules = (gmm_registry, layers, testing)
+    public = {f"{module.__name__}.{name}" for module in modules for name in module.__all__}
     assert public <= documented
 
 

@@ -4,6 +4,7 @@ A test that comes from a fault somebody met names where it was reported.
 """
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import re
@@ -31,6 +32,7 @@ from gmm_registry import (
     list_backends,
     use_backend,
 )
+from gmm_registry.registry import request
 from gmm_registry.registry.choice import Explanation, rank, winner
 from gmm_registry.registry.request import ENVIRONMENT
 
@@ -564,3 +566,49 @@ def test_blocks_of_other_threads_leave_no_trace_in_compiled_code(compiled_run: C
         assert compiled_run() == all_on("best")
         with use_backend("a"):
             assert compiled_run() == all_on("a")
+
+
+def test_a_block_that_ends_in_another_context_leaves_nothing_behind() -> None:
+    """A generator that is closed elsewhere; compiled code went on with the block's backend for good."""
+
+    def generator() -> Iterator[None]:
+        with use_backend("eager"):
+            yield
+
+    opened = generator()
+    contextvars.copy_context().run(next, opened)
+    with pytest.raises(ValueError, match="different Context"):
+        opened.close()
+    assert request.scope == ""
+
+
+def test_any_is_every_device() -> None:
+    with use_backend("any=eager"):
+        assert explain("cpu").chosen == BackendKey("any", "eager")
+
+
+def test_a_result_that_breaks_the_contract_is_named(
+    fresh_registry: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = get_backend("cpu", "eager")
+    x, weight = torch.ones(2, 4), torch.ones(1, 4, 8)
+    for wrong in (torch.ones(2, 3), torch.ones(2, 8, dtype=torch.float64), None):
+        monkeypatch.setattr(eager, "forward", lambda *args, wrong=wrong, **kwargs: wrong)
+        with pytest.raises(RuntimeError, match=r"any\.eager returned"):
+            gmm(x, weight, [2], backend="eager")
+
+
+def test_explain_sees_autocast() -> None:
+    x, weight = torch.ones(2, 16), torch.ones(1, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Problem.of(x, weight).dtype == torch.bfloat16
+    with pytest.raises(TypeError, match="float16"):
+        Problem.of(x, weight.half())
+    with pytest.raises(ValueError, match=r"\(16, 16\)"):
+        Problem.of(x, weight[0])
+
+
+@pytest.mark.parametrize("name", [3, None, BackendKey("any", "eager")])
+def test_a_name_is_a_str(name: object) -> None:
+    with pytest.raises(TypeError, match="a str such as 'eager'"), use_backend(name):  # type: ignore[arg-type]
+        pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -15,11 +16,14 @@ from rich.table import Table
 
 from gmm_registry import environment
 from gmm_registry.cli.choice import plain_errors
+from gmm_registry.cli.layers import show_layers
 from gmm_registry.registry.discovery import find, list_backends
 from gmm_registry.testing.cases import CASES
 from gmm_registry.testing.golden import check_inputs, compare_golden, load, save
 from gmm_registry.testing.parity import Outputs, Result
 from gmm_registry.testing.parity import parity as run_parity
+
+_NARROWEST = 88  # columns that the tables need
 
 
 def parity(
@@ -38,21 +42,33 @@ def parity(
     against: Annotated[
         Path | None, typer.Option(help="Compare also with what --save wrote on another machine.")
     ] = None,
+    layers: Annotated[
+        bool, typer.Option("--layers", help="Compare, time and train a whole dMoE layer instead.")
+    ] = False,
 ) -> None:
     """Compare every backend with an fp64 reference, forward and backward, on every case.
 
     Exits with 1 if anything fails, 2 if the question cannot be answered.
     """
     console = Console()
+    if console.width < _NARROWEST:
+        console = Console(width=_NARROWEST)
+    with plain_errors():
+        _check_writable(json_file, save_file)
+    if layers:
+        with plain_errors():
+            if save_file or against:
+                raise ValueError("--save and --against are for cases, not for --layers")
+            device = device or environment.default_device()
+            keys = [find(device, name) for name in backend or ()] or list_backends(device)
+            passed = show_layers(console, device, keys, json_file, strict=bool(backend))
+        raise typer.Exit(0 if passed else 1)
     with plain_errors():
         device = device or environment.default_device()
         keys = [find(device, name) for name in backend or ()] or list_backends(device)
         golden = load(against) if against else None
         if golden:
             check_inputs(golden, CASES)
-        for file in filter(None, (json_file, save_file)):
-            if not file.parent.is_dir():
-                raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
         results: list[Result] = []
         outputs: dict[tuple[str, str], Outputs] = {}
         runs = run_parity(device, keys, CASES)
@@ -75,6 +91,18 @@ def parity(
         report["results"] = [result.as_json() for result in results]
         json_file.write_text(json.dumps(report, indent=1))
     _summarise(console, results, strict=bool(backend))
+
+
+def _check_writable(*files: Path | None) -> None:
+    """Find out before the run, not after it, that a result has nowhere to go."""
+    given = [file for file in files if file is not None]
+    for file in given:
+        if not file.parent.is_dir():
+            raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ValueError(f"{file} cannot be written")
+    if len(set(given)) < len(given):
+        raise ValueError(f"--json and --save both name {given[0]}")
 
 
 def _tables(device: str, results: list[Result]) -> Iterator[Table]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
+from threading import RLock
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from gmm_registry.contract import (
 )
 from gmm_registry.errors import BackendUnavailableError, DuplicateBackendError
 from gmm_registry.registry import discovery
-from gmm_registry.registry.discovery import ANY, find, list_backends, parse_device
+from gmm_registry.registry.discovery import ANY, FATAL, find, list_backends, parse_device
 from gmm_registry.registry.request import requested
 
 _log = logging.getLogger("gmm_registry")
@@ -33,23 +34,41 @@ _UNKNOWN_PRIORITY = 50  # of a plugin that could not be asked: that of a backend
 # --- verdicts: what each backend says -------------------------------------------------------------
 
 
-@cache
+_instances: dict[tuple[BackendKey, str], GroupedMatmulBackend | BaseException] = {}
+_making = RLock()
+
+
 def _bound(key: BackendKey, device: str) -> GroupedMatmulBackend | BaseException:
+    """Return the one instance for a device type, or why there is none."""
+    with _making:
+        if (key, device) not in _instances:
+            _instances[key, device] = _make(key, device)
+        return _instances[key, device]
+
+
+def _make(key: BackendKey, device: str) -> GroupedMatmulBackend | BaseException:
     plugin = discovery.load(str(key))
     if isinstance(plugin, BaseException):
         return plugin
     try:
         return plugin().bind(key, device)
-    except (Exception, SystemExit) as error:
+    except FATAL:
+        raise
+    except BaseException as error:
         return error
 
 
 @cache
 def _missing_device(device: str, index: int | None) -> tuple[str, ...]:
-    if device == "cpu":
+    if device == "cpu" and not index:
         return ()
     module: Any = getattr(torch, device, None)
-    if not hasattr(module, "is_available"):
+    try:
+        torch.device(device)
+        known = hasattr(module, "is_available")
+    except RuntimeError:
+        known = False
+    if not known:
         return (
             f"torch {torch.__version__} knows no device {device!r} here; the package that brings it "
             "is not installed or not imported",
@@ -72,11 +91,19 @@ def _judge(key: BackendKey, problem: Problem) -> Verdict:
         return Rejected(key, _UNKNOWN_PRIORITY, (f"not loaded: {describe(backend)}", *missing))
     late = _refused_late.get((key, problem.device, problem.dtype))
     try:
-        reasons = (*missing, *([late] if late else []), *backend.rejections(problem))
-        priority = backend.priority(problem)
-    except (Exception, SystemExit) as error:
+        said, priority = backend.rejections(problem), backend.priority(problem)
+    except FATAL:
+        raise
+    except BaseException as error:
         reason = f"its capability check raised {describe(error)}"
         return Rejected(key, _UNKNOWN_PRIORITY, (*missing, reason))
+    if not (isinstance(said, (list, tuple)) and all(isinstance(reason, str) for reason in said)):
+        reason = f"its rejections must be a list of str, not {said!r}"
+        return Rejected(key, _UNKNOWN_PRIORITY, (*missing, reason))
+    if not isinstance(priority, int):
+        reason = f"its priority must be an int, not {priority!r}"
+        return Rejected(key, _UNKNOWN_PRIORITY, (*missing, reason))
+    reasons = (*missing, *([late] if late else []), *said)
     return Rejected(key, priority, reasons) if reasons else Accepted(key, priority)
 
 
@@ -271,10 +298,18 @@ def refuse(key: BackendKey, device: torch.device, dtype: torch.dtype, reason: st
     choose.cache_clear()
 
 
+def forgive(keys: Iterable[BackendKey], device: torch.device, dtype: torch.dtype) -> None:
+    """Take back what `refuse` remembered."""
+    for key in keys:
+        _refused_late.pop((key, device.type, dtype), None)
+    choose.cache_clear()
+
+
 def refresh() -> None:
     """Forget all that was found, loaded and chosen: a package was installed into this process."""
     discovery.forget()
-    for cached in (_bound, _missing_device, choose):
+    for cached in (_missing_device, choose):
         cached.cache_clear()
+    _instances.clear()
     _refused_late.clear()
     _logged.clear()

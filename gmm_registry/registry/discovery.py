@@ -26,6 +26,7 @@ from gmm_registry.errors import DuplicateBackendError, UnknownBackendError
 _log = logging.getLogger("gmm_registry")
 GROUP = "gmm_registry.backends"
 ANY = "any"  # the device type of a backend that runs wherever torch does
+FATAL = (KeyboardInterrupt, GeneratorExit)  # the only exceptions of a plugin that get out
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def list_backends(device: str | torch.device | None = None) -> list[BackendKey]:
     """List the keys that installed packages offer, for one device or all; imports no plugin.
 
     >>> [str(key) for key in list_backends("cpu")]
-    ['any.eager', 'any.torch_grouped_mm']
+    ['any.eager', 'any.torch_grouped_mm', 'cpu.megablocks_sparse']
     """
     wanted = None if device is None else (parse_device(device)[0], ANY)
     keys = filter(None, map(_key, offers()))
@@ -153,8 +154,8 @@ def _conflict(name: str) -> DuplicateBackendError:
 def load(name: str) -> type[GroupedMatmulBackend] | BaseException:
     """Import the backend behind an entry point; return the exception if that cannot be done.
 
-    Only this one is imported. Nothing that a plugin raises, `SystemExit` included, gets out, but a
-    keyboard interrupt does.
+    Only this one is imported. Nothing that a plugin raises gets out but a keyboard interrupt: a module can
+    also raise SystemExit, AssertionError, or a BaseException of its own, as extensions in Rust do.
     """
     try:
         BackendKey.parse(name)
@@ -165,7 +166,9 @@ def load(name: str) -> type[GroupedMatmulBackend] | BaseException:
             raise ValueError(f"{offer.value!r} is not of the form 'module:attribute'")
         driver = _Driver(GROUP, name, conflict_resolver=_refuse_conflict)
         return _checked(driver.driver, offer.value)
-    except (Exception, SystemExit) as error:
+    except FATAL:
+        raise
+    except BaseException as error:
         return error
 
 
@@ -180,8 +183,14 @@ def _checked(plugin: object, value: str) -> type[GroupedMatmulBackend]:
 
 def stale_metadata() -> list[Path]:
     """Return the dist-info folders on `sys.path` without METADATA: leftovers that can hide a real package."""
-    folders = (folder for entry in sys.path for folder in Path(entry or ".").glob("*.dist-info"))
-    return sorted({folder for folder in folders if not (folder / "METADATA").exists()})
+    found = set()
+    for entry in sys.path:
+        try:
+            folders = list(Path(entry or ".").glob("*.dist-info"))
+            found |= {folder for folder in folders if not (folder / "METADATA").exists()}
+        except OSError:
+            continue  # a place that cannot be read hides nothing
+    return sorted(found)
 
 
 def forget() -> None:

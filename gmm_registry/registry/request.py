@@ -12,7 +12,7 @@ from threading import Lock
 import torch
 
 from gmm_registry.errors import UnknownBackendError
-from gmm_registry.registry.discovery import find
+from gmm_registry.registry.discovery import ANY, find
 
 ENVIRONMENT = "GMM_REGISTRY_BACKEND"
 
@@ -64,12 +64,16 @@ _named._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @lru_cache(maxsize=128)
 def parse(spec: str) -> dict[str, str]:
     """Read "eager" as {"": "eager"}, and "cuda=triton,npu=npu_fused" as one name a device type."""
+    if not isinstance(spec, str):
+        raise TypeError(
+            f"a backend is asked for by a str such as 'eager', not {type(spec).__name__} {spec!r}"
+        )
     names: dict[str, str] = {}
     for part in spec.split(","):
         device, equals, name = map(str.strip, part.rpartition("="))
         if not name or device in names or (equals and not device.isidentifier()):
             raise UnknownBackendError(f"{spec!r} is not of the form 'eager' or 'cuda=triton,npu=npu_fused'")
-        names[device] = name
+        names["" if device == ANY else device] = name
     return names
 
 
@@ -99,8 +103,8 @@ def use_backend(name: str) -> Iterator[None]:
     try:
         yield
     finally:
+        _leave(block)  # first, since a block that ends in another context cannot reset the variable
         _scoped.reset(token)
-        _leave(block)
 
 
 def _within(outer: str, inner: str) -> str:

@@ -65,30 +65,42 @@ def load(path: Path) -> Golden:
             f"{path} has the format {metadata.get('format')!r}, not {_FORMAT!r}: "
             "it was not written by 'gmm-registry parity --save'"
         )
-    digests = json.loads(metadata["digests"])
+    try:
+        digests, inputs, where = (
+            dict(json.loads(metadata[name])) for name in ("digests", "inputs", "environment")
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise GoldenError(f"{path} is damaged; its metadata cannot be read: {error!r}") from error
+    wanted = digests.keys() | {
+        _SEPARATOR.join((*name.split(_SEPARATOR)[:2], field)) for name in tensors for field in Outputs._fields
+    }
     changed = sorted(
         name
-        for name in digests.keys() | tensors.keys()
+        for name in wanted | tensors.keys()
         if name not in tensors or digests.get(name) != digest(tensors[name])
     )
     if changed:
-        where = "; ".join(name.replace(_SEPARATOR, ", ") for name in changed)
-        raise GoldenError(f"{path} is damaged; not what was saved: {where}")
-    cases = {tuple(name.split(_SEPARATOR)[:2]) for name in tensors}
+        named = "; ".join(name.replace(_SEPARATOR, ", ") for name in changed)
+        raise GoldenError(f"{path} is damaged; not what was saved: {named}")
     outputs = {
         (backend, case): Outputs(
             *(tensors[_SEPARATOR.join((backend, case, field))] for field in Outputs._fields)
         )
-        for backend, case in cases
+        for backend, case in {tuple(name.split(_SEPARATOR)[:2]) for name in tensors}
     }
-    return Golden(json.loads(metadata["environment"]), json.loads(metadata["inputs"]), outputs)
+    return Golden(where, inputs, outputs)
 
 
 def check_inputs(golden: Golden, cases: Iterable[Case]) -> None:
-    """Raise GoldenError if a case is missing there or was computed from other inputs, or if all is empty."""
+    """Raise GoldenError if a case or its outputs are missing there, or it was computed from other inputs."""
     if not golden.outputs:
         raise GoldenError("the file holds no outputs: no backend could run where it was saved")
+    there = {case for _, case in golden.outputs}
     for case in cases:
+        if case.name not in there:
+            raise GoldenError(
+                f"the file holds no outputs of case {case.name!r}: no backend could run it there"
+            )
         if case.name not in golden.inputs:
             raise GoldenError(f"the file has no case {case.name!r}: another version wrote it")
         if golden.inputs[case.name] != case.inputs().fingerprint():

@@ -51,9 +51,9 @@ class Result:
         return {**vars(self), "differences": differences, "reasons": list(self.reasons)}
 
 
-def run(backend: GroupedMatmulBackend, case: Case, inputs: Inputs) -> Outputs:
-    """Run one case forward and backward on the backend's device."""
-    x, weight, counts, grad_out = inputs.to(backend.device)
+def run(backend: GroupedMatmulBackend, case: Case, inputs: Inputs, device: str | None = None) -> Outputs:
+    """Run one case forward and backward on a device such as "cuda:1", by default the backend's."""
+    x, weight, counts, grad_out = inputs.to(device or backend.device)
     x.requires_grad_(), weight.requires_grad_()
     out = backend.gmm(x, weight, counts, case.trans_b)
     out.backward(grad_out)
@@ -120,9 +120,9 @@ def _one(
     if refusals:
         return Result(name, case.name, "refused", reasons=tuple(refusals)), None
     try:
-        got = Outputs(*(tensor.cpu() for tensor in run(backend, case, inputs)))
+        got = Outputs(*(tensor.cpu() for tensor in run(backend, case, inputs, device)))
         found = differences(got, want, case)
-        median_ms = _median_ms(backend, case, inputs, seconds) if seconds else None
+        median_ms = _median_ms(backend, case, inputs.to(device), seconds) if seconds else None
     except Exception as error:  # the table has a row for it, and the run goes on
         reason = f"{type(error).__name__}: {error}"
         return Result(name, case.name, "raised", reasons=(reason,)), None
@@ -132,7 +132,7 @@ def _one(
 
 def _median_ms(backend: GroupedMatmulBackend, case: Case, inputs: Inputs, seconds: float) -> float:
     """Time forward and backward together; torch's timer waits for the device."""
-    x, weight, counts, grad_out = inputs.to(backend.device)
+    x, weight, counts, grad_out = inputs
     x.requires_grad_(), weight.requires_grad_()
     sizes = BatchSizes(counts)
     timer = Timer(

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 from gmm_registry.errors import BackendUnavailableError
+from gmm_registry.ops import gmm
 from gmm_registry.registry import get_backend
 from gmm_registry.testing.cases import CASES, Case
 from gmm_registry.testing.parity import Outputs, differences, expected, run
@@ -23,20 +24,34 @@ from gmm_registry.testing.reference import reference_gmm, reference_grads
 from gmm_registry.testing.tolerances import TOLERANCES, compare
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Aligned for every kernel we know of, with empty groups first, in the middle and last.
-_CASE = Case("suite", (0, 5, 0, 11, 16, 0), 32, 48)
+_COUNTS = (0, 5, 0, 11, 16, 0)  # empty groups first, in the middle and last
 
 
 class BackendParityTests:
     """Test one backend on one device against the contract, forward, backward and twice backward.
 
     Set ``device`` and ``impl``. A case that the backend refuses is skipped with its reasons, and so is
-    everything where it cannot run at all, unless ``required`` says that it must.
+    everything where it cannot run at all, unless ``required`` says that it must. A backend that takes only
+    multiples of some number as K and N sets ``width`` to it; the suite's own problems are then of such K and
+    N, while those of `CASES` stay as they are.
     """
 
     device: ClassVar[str]
     impl: ClassVar[str]
     required: ClassVar[bool] = False
+    width: ClassVar[int] = 1
+
+    def case(
+        self,
+        counts: tuple[int, ...] = _COUNTS,
+        k: int = 32,  # aligned for every kernel we know of
+        n: int = 48,
+        dtype: torch.dtype = torch.bfloat16,
+        trans_b: bool = False,
+    ) -> Case:
+        """Make a problem of the suite's own, K and N rounded up to multiples of ``width``."""
+        k, n = (-(-size // self.width) * self.width for size in (k, n))
+        return Case("suite", counts, k, n, dtype, trans_b)
 
     @pytest.fixture
     def backend(self) -> GroupedMatmulBackend:
@@ -52,7 +67,7 @@ class BackendParityTests:
     def dtype(self, backend: GroupedMatmulBackend) -> torch.dtype:
         """Return the first dtype that the backend takes."""
         for dtype in _DTYPES:
-            if not backend.rejections(_problem(backend, _CASE, dtype)):
+            if not backend.rejections(_problem(backend, self.case(), dtype)):
                 return dtype
         pytest.skip(f"{backend.key} takes none of {_DTYPES}")
 
@@ -66,9 +81,21 @@ class BackendParityTests:
         assert got.out.device.type == backend.device
         assert _failed(differences(got, expected(case, inputs), case)) == {}
 
+    def test_leaves_its_inputs_alone(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
+        """And gives the same without gradients, where `gmm` takes a shorter way."""
+        case = self.case(dtype=dtype)
+        inputs, kept = case.inputs().to(backend.device), case.inputs().to(backend.device)
+        got = run(backend, case, case.inputs())
+        with torch.no_grad():
+            out = gmm(inputs.x, inputs.weight, inputs.batch_sizes, backend=str(backend.key))
+            backend.weight_grad(inputs.x, inputs.grad_out, BatchSizes(inputs.batch_sizes))
+        assert torch.equal(out, got.out)
+        for tensor, before in zip(inputs, kept, strict=True):
+            assert torch.equal(tensor, before)
+
     @pytest.mark.parametrize("trans_b", [False, True])
     def test_double_backward(self, backend: GroupedMatmulBackend, dtype: torch.dtype, trans_b: bool) -> None:
-        case = Case("double", _CASE.counts, _CASE.k, _CASE.n, dtype, trans_b)
+        case = self.case(dtype=dtype, trans_b=trans_b)
         x, weight, counts, grad_out = case.inputs().to(backend.device)
 
         def second_order(gmm: Callable[..., Tensor], to: torch.dtype) -> tuple[Tensor, ...]:
@@ -88,7 +115,7 @@ class BackendParityTests:
     ) -> None:
         """Pytorch 172439, TransformerEngine 1527: what no group wrote was never set to zero."""
         for width in (8, 16, 64):
-            case = Case("dirty", counts, width, width, dtype)
+            case = self.case(counts, width, width, dtype)
             inputs = case.inputs()
             for shape in (inputs.weight.shape, inputs.x.shape):
                 dirt = [torch.full(shape, torch.nan, dtype=dtype, device=backend.device) for _ in range(8)]
@@ -128,7 +155,7 @@ class BackendParityTests:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """TransformerEngine 1258: the other gradient is right, and no product is made for the frozen one."""
-        case = Case("frozen", _CASE.counts, _CASE.k, _CASE.n, dtype)
+        case = self.case(dtype=dtype)
         inputs = case.inputs()
         x, weight, counts, grad_out = inputs.to(backend.device)
         calls = {name: _count_calls(monkeypatch, backend, name) for name in ("forward", "weight_grad")}
@@ -149,7 +176,7 @@ class BackendParityTests:
 
     def test_transposed_view_is_not_copied(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         """vllm-ascend 12512, twinkle 205: a transposed weight failed, or was copied at every step."""
-        case = Case("transposed", (2, 0, 3, 1, 2), 32, 48, dtype, trans_b=True)
+        case = self.case((2, 0, 3, 1, 2), dtype=dtype, trans_b=True)
         inputs = case.inputs()
         x, stored, counts, grad_out = inputs.to(backend.device)
         leaf = stored.requires_grad_()  # (E, N, K)
@@ -167,7 +194,7 @@ class BackendParityTests:
 
     def test_unaligned_pointer(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         """Transformers 48644 and 44827, torchtitan 1651: a view at an odd storage offset."""
-        case = Case("unaligned", (4, 0, 7), 16, 24, dtype)
+        case = self.case((4, 0, 7), 16, 24, dtype)
         inputs = case.inputs()
         x, weight, counts, grad_out = (
             tensor if tensor.dtype == torch.int64 else _shifted(tensor)
@@ -183,7 +210,7 @@ class BackendParityTests:
 
     def test_strided_inputs(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         """Columns of a wider tensor, as gate and up are; an expanded grad_out, as sum() gives."""
-        case = Case("strided", _CASE.counts, _CASE.k, _CASE.n, dtype)
+        case = self.case(dtype=dtype)
         x, weight, counts, _ = case.inputs().to(backend.device)
         wide_x = torch.cat([x, x], 1)[:, : case.k].requires_grad_()
         wide_weight = torch.cat([weight, weight], 2)[:, :, : case.n].requires_grad_()
@@ -197,14 +224,15 @@ class BackendParityTests:
         """DeepGEMM 450: a tile took the expert of its first row."""
         counts = torch.tensor([64, 1, 63, 0, 129])
         scales = torch.arange(1, 6, dtype=dtype)
-        weight = scales.view(-1, 1, 1) * torch.eye(128, dtype=dtype)
-        x = torch.randint(-8, 8, (int(counts.sum()), 128)).to(dtype)
+        k = self.case(k=128).k
+        weight = scales.view(-1, 1, 1) * torch.eye(k, dtype=dtype)
+        x = torch.randint(-8, 8, (int(counts.sum()), k)).to(dtype)
         out = backend.gmm(x.to(backend.device), weight.to(backend.device), counts)
         assert torch.equal(out.cpu(), x * scales.repeat_interleave(counts)[:, None])
 
     def test_out_and_accumulate(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         """The raw products write in place, and add to a main_grad in the dtype or in fp32."""
-        case = Case("out", _CASE.counts, _CASE.k, _CASE.n, dtype)
+        case = self.case(dtype=dtype)
         inputs = case.inputs()
         want = expected(case, inputs)
         x, weight, counts, grad_out = inputs.to(backend.device)
@@ -221,7 +249,7 @@ class BackendParityTests:
 
     def test_every_form_of_the_counts(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         """DeepGEMM 97, grouped_gemm 21: counts of another dtype or on another device."""
-        x, weight, counts, _ = Case("forms", _CASE.counts, 32, 32, dtype).inputs().to(backend.device)
+        x, weight, counts, _ = self.case(n=32, dtype=dtype).inputs().to(backend.device)
         want = backend.gmm(x, weight, counts)
         forms: list[Any] = [
             counts.to(torch.int32),
@@ -265,10 +293,10 @@ class BackendParityTests:
 
     def test_autocast(self, backend: GroupedMatmulBackend) -> None:
         """Run in the autocast type, with gradients in the type of the leaves, as torch.matmul does."""
-        lower = next((d for d in _DTYPES[:2] if not backend.rejections(_problem(backend, _CASE, d))), None)
+        case = self.case(dtype=torch.float32)
+        lower = next((d for d in _DTYPES[:2] if not backend.rejections(_problem(backend, case, d))), None)
         if lower is None:
             pytest.skip(f"{backend.key} takes no type that autocast has")
-        case = Case("autocast", _CASE.counts, _CASE.k, _CASE.n, torch.float32)
         x, weight, counts, grad_out = case.inputs().to(backend.device)
         x.requires_grad_(), weight.requires_grad_()
         with torch.autocast(backend.device, lower):
@@ -290,12 +318,12 @@ class BackendParityTests:
 
         counter = CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(backend.gmm, fullgraph=True, backend=counter)
-        x, weight, _, grad_out = Case("compile", (2, 0, 2), 32, 16, dtype).inputs().to(backend.device)
+        x, weight, _, grad_out = self.case((2, 0, 2), 32, 16, dtype).inputs().to(backend.device)
         x.requires_grad_(), weight.requires_grad_()
         for counts in (torch.tensor([2, 0, 2]), torch.tensor([0, 1, 3])):
             results = []
-            for gmm in (compiled, backend.gmm):
-                out = gmm(x, weight, counts)
+            for call in (compiled, backend.gmm):
+                out = call(x, weight, counts)
                 results.append((out, *torch.autograd.grad(out, (x, weight), grad_out)))
             for got, want in zip(*results, strict=True):
                 assert torch.equal(got, want)
@@ -304,7 +332,7 @@ class BackendParityTests:
     @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch 2.14's own
     @pytest.mark.parametrize("trans_b", [False, True])
     def test_opcheck(self, backend: GroupedMatmulBackend, dtype: torch.dtype, trans_b: bool) -> None:
-        case = Case("opcheck", (2, 0, 3), 32, 16, dtype, trans_b)
+        case = self.case((2, 0, 3), 32, 16, dtype, trans_b)
         x, weight, counts, grad_out = case.inputs().to(backend.device)
         ops, request = torch.ops.gmm_registry, str(backend.key)
         tolerance = TOLERANCES[dtype]._asdict()
@@ -318,13 +346,14 @@ class BackendParityTests:
         devices = torch.get_device_module(backend.device).device_count()
         if devices < 2:
             pytest.skip(f"needs two {backend.device} devices, this machine has {devices}")
-        inputs = _CASE.inputs()
+        case = self.case()
+        inputs = case.inputs()
         x, weight = (tensor.to(f"{backend.device}:1") for tensor in inputs[:2])
         if reasons := backend.rejections(Problem.of(x, weight)):
             pytest.skip("; ".join(reasons))
         out = backend.gmm(x, weight, inputs.batch_sizes)
         assert out.device == x.device
-        assert compare(out, reference_gmm(*inputs[:3]), _CASE.dtype).passed
+        assert compare(out, reference_gmm(*inputs[:3]), case.dtype).passed
 
     def test_rejections_never_raise(self, backend: GroupedMatmulBackend) -> None:
         for dtype in (*_DTYPES, torch.float64, torch.int8, torch.float8_e4m3fn, torch.complex64):

@@ -1,0 +1,30 @@
+"""Whether the triton that the kernels need is installed, without importing it."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+_OLDEST = (3, 6)
+_DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton")  # that bring it
+
+
+def missing_triton() -> list[str]:
+    """Say what is wrong with the triton that is installed; do not import it."""
+    try:
+        found = find_spec("triton")
+    except ValueError:  # somebody's stand-in for the module
+        found = None
+    if found is None:
+        return ["triton is not installed: pip install 'gmm_registry[triton]'"]
+    for distribution in _DISTRIBUTIONS:
+        try:
+            installed = version(distribution)
+        except PackageNotFoundError:
+            continue
+        numbers = re.match(r"(\d+)\.(\d+)", installed)
+        if numbers and tuple(map(int, numbers.groups())) < _OLDEST:
+            return [f"triton {installed} < {'.'.join(map(str, _OLDEST))}, which torch 2.10 brings"]
+        break
+    return []
