@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+_T = TypeVar("_T")
 _CPU = torch.device("cpu")
 _FORMS = "_gmm_registry_forms"
 _MAX_ROWS = 2**31 - 1  # `ends` and `offsets` are int32, as torch and the CUDA kernels want them
@@ -118,6 +119,12 @@ class BatchSizes:
         if device.type == "cpu" and "checked" in self._forms:
             _verify(counts, self._forms["checked"])  # the first time that the host sees them
         return counts
+
+    def derived(self, key: object, make: Callable[[], _T]) -> _T:
+        """Return what a backend makes of the counts; made once, with the forms, under a key of its own."""
+        if key not in self._forms:
+            self._forms[key] = make()
+        return cast(_T, self._forms[key])
 
     def check(self, rows: int) -> None:
         """Raise ValueError unless the counts are non-negative and sum to ``rows``; once per ``rows``."""

@@ -54,8 +54,11 @@ class Topology:
         owner = torch.arange(groups).repeat_interleave(tall)  # the group of each row of blocks
         rows = torch.arange(len(owner)).repeat_interleave(wide)
         columns = (owner[:, None] * wide + torch.arange(wide)).flatten()
-        transposed = columns.argsort(stable=True)
         in_column = tall.repeat_interleave(wide)  # blocks in each column of blocks
+        before = in_column.cumsum(0) - in_column  # blocks in the columns before it
+        column = torch.arange(groups * wide).repeat_interleave(in_column)  # of each block, column-major
+        first = (tall.cumsum(0) - tall)[column // wide]  # the group's first row of blocks
+        transposed = (first + torch.arange(len(column)) - before[column]) * wide + column % wide
 
         indices = (
             torch.arange(len(owner) + 1) * wide,

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,10 @@ from gmm_registry.registry.request import ENVIRONMENT
 
 THIRD_PARTY = Path(__file__).parent / "third_party"
 
-collect_ignore = ["third_party"]  # collecting its doctests would put it on sys.path for good
+# Collecting the doctests of a package for tests would put it on sys.path for good.
+collect_ignore = ["third_party", "npu/support", "npu/stand_in", "npu_wheel/run.py"]
+if find_spec("npu_memory") is None:  # these run in processes of their own: test_npu.py, npu_wheel/run.py
+    collect_ignore += ["npu", "npu_wheel"]
 
 
 def pytest_configure() -> None:

@@ -120,7 +120,7 @@ def test_comes_after_what_need_not_pad():
     assert CudaMegablocksSparse().priority(problem) < 10
 
 
-def test_sorts_the_rows_once_for_all_products(backend, monkeypatch):
+def test_makes_the_topology_once_for_all_products(backend, monkeypatch):
     made = []
     of_groups = Topology.of_groups
     monkeypatch.setattr(Topology, "of_groups", lambda *args: made.append(args) or of_groups(*args))
@@ -213,6 +213,7 @@ def test_products(products, topology, dtype):
 @pytest.mark.parametrize(
     ("hidden", "dtype"),
     [(1, torch.float32), (33, torch.bfloat16), (100, torch.float16), (320, torch.bfloat16)],
+    ids=str,
 )
 def test_products_of_any_hidden_size(products, hidden, dtype):
     """H is a multiple neither of the block nor of a tile."""
@@ -361,7 +362,7 @@ def test_every_tile(products, topology, n, k):
     launch = products._products()
     if launch is blocks:
         pytest.skip("torch operations have no tiles")
-    tile = launch.Tile(n, k, band=2, warps=4, stages=2)
+    tile = launch.Tile(n, k, band=2, warps=8, stages=2)
     check_products(launch, topology(products.device), 80, torch.float16, tile=tile)
 
 
@@ -384,7 +385,7 @@ def test_the_kernels_without_a_gpu():
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed
-    assert int(passed[1]) >= 60
+    assert int(passed[1]) >= 50
     assert "skipped" not in done.stdout
 
 
@@ -419,7 +420,7 @@ def test_the_kernels_compile_and_fit(target, dtype, monkeypatch, tmp_path):
     summed = {**common, "N": tile.n, "ACCUMULATE": True}
     for kernel, constants, stages in (
         (kernels.sdd, {**common, "WIDE": tile.n // BLOCK}, tile.stages),
-        (kernels.sdd, {**common, "WIDE": 1, "cells": 1}, tile.stages),
+        (kernels.sdd, {**common, "WIDE": 1}, tile.stages),
         (kernels.dsd, {**summed, "TRANSPOSED": False, "blocks": None}, 2 * tile.stages - 1),
         (kernels.dsd, {**summed, "TRANSPOSED": True}, 2 * tile.stages - 1),
     ):
@@ -427,7 +428,7 @@ def test_the_kernels_compile_and_fit(target, dtype, monkeypatch, tmp_path):
         aligned = {
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(kernel.arg_names)
-            if signature[name].startswith("*") or name == "hidden"
+            if signature[name] == element or name == "hidden"
         }
         compiled = triton.compile(
             ASTSource(kernel, signature, constants, aligned),

@@ -93,6 +93,13 @@ def test_rows_of_one_expert_stay_in_order():
         assert slots.diff().gt(0).all()
 
 
+def test_ids_may_lie_in_memory_in_any_way():
+    experts = experts_of(6, 3, 4)
+    p, want = sort_by_expert(experts.T.contiguous().T, 4), sort_by_expert(experts, 4)
+    assert torch.equal(p.slot_row, want.slot_row)
+    assert torch.equal(p.token, want.token)
+
+
 def test_numbers_travel_with_rows_and_choices():
     experts = torch.tensor([[1, 0], [2, 1], [0, 2]])
     values = torch.arange(1.0, 7.0).view(3, 2)
@@ -329,8 +336,9 @@ def test_second_derivatives_are_masked_too():
 def test_an_id_of_nobody_is_an_error_unless_it_is_foreign():
     for wrong in (2, -1):
         experts = torch.tensor([[0, 1], [1, wrong]])
-        with pytest.raises(ValueError, match=f"expert id {wrong} is not from 0 to 1"):
-            sort_by_expert(experts, 2)
+        for block in (1, 4):
+            with pytest.raises(ValueError, match=f"expert id {wrong} is not from 0 to 1"):
+                sort_by_expert(experts, 2, block=block)
         p = sort_by_expert(experts, 2, foreign=True)
         assert p.slot_row.tolist() == [[0, 1], [2, -1]]
 
@@ -434,33 +442,34 @@ def test_arguments_that_do_not_fit_are_refused():
 
 
 # torch's own: the compiler instantiates the function that it traces
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("block", [1, 4])
-def test_compiled_code_is_one_graph_and_gives_the_same(block):
+instantiates = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@instantiates
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("options", [{}, {"block": 4}, {"foreign": True}, {"block": 4, "foreign": True}])
+def test_compiled_code_is_one_graph_and_gives_the_same(options, weighted, dtype):
     experts = experts_of(6, 2, 4)
-    x = torch.randn(6, 8, requires_grad=True)
+    x = torch.randn(6, 8, dtype=dtype, requires_grad=True)
     weights = torch.rand(6, 2, requires_grad=True)
-    if block == 1:
+    outside = sort_by_expert(experts, 3 if "foreign" in options else 4, **options)
 
-        def layer(x, weights, experts):
-            p = sort_by_expert(experts, 4)
-            return unpermute(permute(x, p).tanh(), p, weights)
+    def layer(x, weights, experts):
+        # With options the counts are read, which breaks a graph.
+        p = outside if options else sort_by_expert(experts, 4)
+        return unpermute(permute(x, p).tanh(), p, weights if weighted else None)
 
-    else:
-        p = sort_by_expert(experts, 4, block=block)  # reads the counts, so it stays outside
-
-        def layer(x, weights, experts):
-            return unpermute(permute(x, p).tanh(), p, weights)
-
+    leaves = (x, weights) if weighted else (x,)
+    torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     got, want = (f(x, weights, experts) for f in (compiled, layer))
     torch.testing.assert_close(got, want)
-    got, want = (torch.autograd.grad(out.square().sum(), (x, weights)) for out in (got, want))
+    got, want = (torch.autograd.grad(out.square().sum(), leaves) for out in (got, want))
     torch.testing.assert_close(got, want)
 
 
-# torch's own: the compiler instantiates the function that it traces
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@instantiates
 def test_compiled_code_serves_any_number_of_tokens(monkeypatch):
     """Gathering in parts would make their number a constant of the graph."""
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -5,6 +5,7 @@ from gmm_registry.layers.arguments import Arguments
 from gmm_registry.layers.dmoe import dMoE
 from gmm_registry.layers.losses import LossCollector, load_balancing_loss, router_z_loss
 from gmm_registry.layers.permute import Permutation, permute, sort_by_expert, unpermute
+from gmm_registry.layers.routed_experts import routed_glu
 from gmm_registry.layers.router import Router, Routing, route
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "load_balancing_loss",
     "permute",
     "route",
+    "routed_glu",
     "router_z_loss",
     "sort_by_expert",
     "unpermute",

@@ -72,7 +72,7 @@ class LayerRecord:
         """Compute `load_balancing_loss`, on scores that sum to 1 for each token."""
         scores = self.scores
         if self.args.moe_router_score == "sigmoid":
-            # As DeepSeek-V3 does, arXiv 2412.19437, equations 17 to 19.
+            # As DeepSeek-V3 does, arXiv 2412.19437, equations 17 to 20.
             scores = scores / scores.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny)
         return load_balancing_loss(self.counts, scores, self.args.moe_top_k)
 

@@ -77,8 +77,8 @@ def sort_by_expert(
             is an error.
 
     Raises:
-        ValueError: the shape or ``block`` does not fit, or an id is not from 0 to E - 1. On a device an id is
-            not looked at; there the counts do not sum to R, which `gmm` reports.
+        ValueError: the shape or ``block`` does not fit, or an id is not from 0 to E - 1. Where the host sees
+            no counts, such an id is found by `gmm`: the counts do not sum to R.
         TypeError: the ids are not integers.
 
     >>> permutation = sort_by_expert(torch.tensor([[1, 0], [1, 2]]), 3)
@@ -91,27 +91,23 @@ def sort_by_expert(
         ids = torch.where((ids < 0) | (ids >= num_experts), num_experts, ids)
     ordered, slot = ids.sort(stable=True)
     counts = count_sorted(ordered, num_experts)
-    if counts.is_cpu and not foreign and not torch.compiler.is_compiling():
-        _check_range(ids, counts)
-    sizes = BatchSizes(counts) if counts.is_cpu else BatchSizes.from_device(counts)
+    sizes = row_counts = BatchSizes(counts) if counts.is_cpu else BatchSizes.from_device(counts)
+    if (counts.is_cpu or block > 1) and not foreign and not torch.compiler.is_compiling():
+        _check_range(ids, sizes.host)
     kept = int(sizes.host.sum()) if foreign else len(ids)
-    row = torch.arange(kept, device=ids.device)
-    slot = slot[:kept]
-    slot_row = torch.full_like(experts, -1, dtype=torch.int64)
-    row_counts = sizes
+    slot, row = slot[:kept], torch.arange(kept, device=ids.device)
+    held = slot  # by each row
     if block > 1:
         row_counts = BatchSizes(_round_up(sizes.host, block))
         padding = _round_up(counts, block) - counts
         before = padding.cumsum(0) - padding  # rows of padding before each expert
         row = row + before[ordered[:kept].long()]
-        padded = torch.full((int(row_counts.host.sum()),), -1, device=ids.device)
-        padded[row] = slot
-        slot_row.view(-1)[slot] = row
-        slot = padded
-    else:
-        slot_row.view(-1)[slot] = row
-    token = slot.div(experts.shape[1], rounding_mode="floor")
-    return Permutation(token, slot, slot_row, sizes, row_counts, foreign)
+        held = torch.full((int(row_counts.host.sum()),), -1, device=ids.device)
+        held[row] = slot
+    slot_row = torch.full_like(ids, -1, dtype=torch.int64)
+    slot_row[slot] = row
+    token = held.div(experts.shape[1], rounding_mode="floor")
+    return Permutation(token, held, slot_row.view(experts.shape), sizes, row_counts, foreign)
 
 
 def _round_up(counts: Tensor, block: int) -> Tensor:
@@ -197,6 +193,25 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
     return cast(Tensor, function.apply(*args))
 
 
+def _derivative(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Call a function inside a backward; differentiably only where a second derivative may be asked for.
+
+    The compiler never asks for one, and does not trace every function inside a function's backward.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        return _apply(function, *args)
+    return cast(Tensor, function.forward(*args))
+
+
+def _result(tensor: Tensor) -> Tensor:
+    """Return from a function's forward what the last operation may not have made.
+
+    That operation may have worked in place or been a cast to the same dtype. The compiler of torch 2.11 then
+    makes gradients of 0. The copy is fused away.
+    """
+    return tensor.clone() if torch.compiler.is_compiling() else tensor
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     """Return the dtype to accumulate in: fp32, or fp64 for fp64."""
     return torch.promote_types(tensor.dtype, torch.float32)
@@ -250,7 +265,9 @@ class _Permute(torch.autograd.Function):
         rows = x[token.clamp(min=0)] if padded else x[token]
         if weights is not None:
             rows *= _per_row(weights, slot, padded)[:, None]  # in fp32, rounded once to the dtype of x
-        return rows.masked_fill_((token < 0)[:, None], 0) if padded else rows
+        if padded:
+            rows.masked_fill_((token < 0)[:, None], 0)
+        return _result(rows)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -259,8 +276,8 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor) -> tuple[Tensor | None, ...]:
         x, weights, *indices = _saved(ctx)
-        grad_x = _apply(_Combine, grad_rows, weights, *indices) if ctx.needs_input_grad[0] else None
-        grad_weights = _apply(_Dot, grad_rows, x, *indices) if ctx.needs_input_grad[1] else None
+        grad_x = _derivative(_Combine, grad_rows, weights, *indices) if ctx.needs_input_grad[0] else None
+        grad_weights = _derivative(_Dot, grad_rows, x, *indices) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weights, None, None, None, None, None
 
 
@@ -287,7 +304,7 @@ class _Combine(torch.autograd.Function):
         total = rows.new_zeros(tokens, hidden, dtype=dtype)
         for row, weight in zip(_by_choice(slot_row), _by_choice(weights), strict=True):
             total.addcmul_(_take(rows, row, foreign), weight[:, None])
-        return total.to(rows.dtype)
+        return _result(total.to(rows.dtype))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -296,8 +313,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, *indices = _saved(ctx)
-        grad_rows = _apply(_Permute, grad_out, weights, *indices) if ctx.needs_input_grad[0] else None
-        grad_weights = _apply(_Dot, rows, grad_out, *indices) if ctx.needs_input_grad[1] else None
+        grad_rows = _derivative(_Permute, grad_out, weights, *indices) if ctx.needs_input_grad[0] else None
+        grad_weights = _derivative(_Dot, rows, grad_out, *indices) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_weights, None, None, None, None, None
 
 
@@ -318,7 +335,7 @@ class _Dot(torch.autograd.Function):
         wide = x.to(dtype)
         dots = [(_take(rows, row, foreign) * wide).sum(-1) for row in _by_choice(slot_row)]
         result = torch.stack(dots, dim=1)
-        return result.masked_fill_(slot_row < 0, 0) if foreign else result
+        return result.masked_fill(slot_row < 0, 0) if foreign else result
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -327,8 +344,8 @@ class _Dot(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_dots: Tensor) -> tuple[Tensor | None, ...]:
         rows, x, *indices = _saved(ctx)
-        grad_rows = _apply(_Permute, x, grad_dots, *indices) if ctx.needs_input_grad[0] else None
-        grad_x = _apply(_Combine, rows, grad_dots, *indices) if ctx.needs_input_grad[1] else None
+        grad_rows = _derivative(_Permute, x, grad_dots, *indices) if ctx.needs_input_grad[0] else None
+        grad_x = _derivative(_Combine, rows, grad_dots, *indices) if ctx.needs_input_grad[1] else None
         return grad_rows, grad_x, None, None, None, None, None
 
 

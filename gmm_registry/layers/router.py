@@ -95,8 +95,8 @@ def _check(
 def count_tokens(experts: Tensor, num_experts: int) -> Tensor:
     """Count how often each expert was chosen, on the device, without waiting for it.
 
-    Exact and deterministic on every device, since it sorts and searches: histc, bincount and scatter_add
-    each miss integers, deterministic mode or both on some device (transformers 43583, 45685).
+    Exact and deterministic on every device, since it sorts and searches: histc takes no integers on some
+    devices and no deterministic mode on others (transformers 43583, 45685), and bincount waits for CUDA.
 
     Args:
         experts: ids, integers of any shape. An id that is not from 0 to E - 1 is not counted: E means

@@ -194,7 +194,7 @@ def explain(device: str | torch.device, problem: Problem | None = None) -> Expla
 
     >>> print(explain("npu"))  # doctest: +ELLIPSIS
     npu: any dtype (automatic choice)
-      any.torch_grouped_mm: refused
+      npu.npu_fused: refused
         - torch ... knows no device 'npu' here; the package that brings it is not installed or not imported
     ...
     """

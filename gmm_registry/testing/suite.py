@@ -127,10 +127,11 @@ class BackendParityTests:
 
     def test_no_rows(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         """TransformerEngine 3019, Megatron-LM 4851: a rank without tokens left the graph."""
-        x = torch.empty(0, 32, dtype=dtype, device=backend.device, requires_grad=True)
-        weight = torch.ones(2, 32, 16, dtype=dtype, device=backend.device, requires_grad=True)
+        case = self.case((0, 0), 32, 16)
+        x = torch.empty(0, case.k, dtype=dtype, device=backend.device, requires_grad=True)
+        weight = torch.ones(2, case.k, case.n, dtype=dtype, device=backend.device, requires_grad=True)
         out = backend.gmm(x, weight, [0, 0])
-        assert out.shape == (0, 16)
+        assert out.shape == (0, case.n)
         assert out.grad_fn is not None
         out.sum().backward()
         assert x.grad is not None
@@ -139,7 +140,8 @@ class BackendParityTests:
 
     def test_no_inner_dimension(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
         x = torch.empty(3, 0, dtype=dtype, device=backend.device, requires_grad=True)
-        weight = torch.empty(2, 0, 16, dtype=dtype, device=backend.device, requires_grad=True)
+        n = self.case(n=16).n
+        weight = torch.empty(2, 0, n, dtype=dtype, device=backend.device, requires_grad=True)
         out = backend.gmm(x, weight, [1, 2])
         out.sum().backward()
         assert torch.equal(out, torch.zeros_like(out))

@@ -30,7 +30,8 @@ def _place(index, tall, cells, BAND: tl.constexpr):
     return first + inside % height, inside // height
 
 
-@triton.jit
+# Compiled once whatever the topology: its indices may begin anywhere, and its size is no constant.
+@triton.jit(do_not_specialize=["tall", "cells"], do_not_specialize_on_alignment=["rows", "columns"])
 def sdd(
     x,
     weight,
@@ -79,7 +80,10 @@ def sdd(
             tl.store(values_at, result, mask=owned[None, :])
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tall", "cells"],
+    do_not_specialize_on_alignment=["offsets", "blocks", "sources"],
+)
 def dsd(
     values,
     dense,

@@ -34,7 +34,7 @@ class Tile(NamedTuple):
 
 
 _FP32 = Tile(128, 16, 8, warps=8, stages=3)  # full precision has no tensor cores
-TILES = (  # of 16-bit types, the fastest first
+TILES = (  # of 16-bit types; the first that fits into shared memory is taken
     Tile(256, 64, 8, warps=8, stages=4),
     Tile(256, 64, 8, warps=8, stages=3),
     Tile(128, 64, 8, warps=8, stages=3),

@@ -6,7 +6,6 @@ Shape letters: R rows, M padded rows, T = M / 128 rows of blocks, W columns of a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,10 +25,7 @@ class Padding:
     def of(cls, batch_sizes: BatchSizes, width: int, device: torch.device) -> Padding:
         """Return the padding for groups of ``width`` columns; made once for all products of a layer."""
         key = ("megablocks_sparse", width, device)
-        made = batch_sizes._forms.get(key)
-        if made is None:
-            made = batch_sizes._forms[key] = cls._make(batch_sizes, width, device)
-        return cast(Padding, made)
+        return batch_sizes.derived(key, lambda: cls._make(batch_sizes, width, device))
 
     @classmethod
     def _make(cls, batch_sizes: BatchSizes, width: int, device: torch.device) -> Padding:
