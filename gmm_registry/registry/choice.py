@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from threading import RLock
 from typing import Any
 
@@ -58,7 +58,6 @@ def _make(key: BackendKey, device: str) -> GroupedMatmulBackend | BaseException:
         return error
 
 
-@cache
 def _missing_device(device: str, index: int | None) -> tuple[str, ...]:
     if device == "cpu" and not index:
         return ()
@@ -86,8 +85,8 @@ _refused_late: dict[tuple[BackendKey, str, torch.dtype], str] = {}
 def _judge(key: BackendKey, problem: Problem) -> Verdict:
     """Ask one backend about one problem. Whatever a plugin raises becomes a reason."""
     backend = _bound(key, problem.device)
-    missing = _missing_device(problem.device, problem.index)
     if isinstance(backend, BaseException):
+        missing = _missing_device(problem.device, problem.index)
         return Rejected(key, _UNKNOWN_PRIORITY, (f"not loaded: {describe(backend)}", *missing))
     late = _refused_late.get((key, problem.device, problem.dtype))
     try:
@@ -95,8 +94,10 @@ def _judge(key: BackendKey, problem: Problem) -> Verdict:
     except FATAL:
         raise
     except BaseException as error:
+        missing = _missing_device(problem.device, problem.index)
         reason = f"its capability check raised {describe(error)}"
         return Rejected(key, _UNKNOWN_PRIORITY, (*missing, reason))
+    missing = _missing_device(problem.device, problem.index)  # now that the backend's package is imported
     if not (isinstance(said, (list, tuple)) and all(isinstance(reason, str) for reason in said)):
         reason = f"its rejections must be a list of str, not {said!r}"
         return Rejected(key, _UNKNOWN_PRIORITY, (*missing, reason))
@@ -199,13 +200,14 @@ def explain(device: str | torch.device, problem: Problem | None = None) -> Expla
     ...
     """
     kind, index = parse_device(device)
+    keys = _candidates(kind)
     if problem is None:
         subject = f"{device}: any dtype"
-        verdicts = rank(_judge_device(key, kind, index) for key in list_backends(kind))
+        verdicts = rank(_judge_device(key, kind, index) for key in keys)
     else:
         problem = replace(problem, device=kind, index=problem.index if index is None else index)
         subject = str(problem)
-        verdicts = rank(_judge(key, problem) for key in list_backends(kind))
+        verdicts = rank(_judge(key, problem) for key in keys)
     request = requested(None, kind, "")
     wanted = verdicts if not request else [v for v in verdicts if v.key == find(kind, request)]
     best = winner(wanted)
@@ -227,7 +229,7 @@ def get_backend(device: str | torch.device, impl: str | None = None) -> GroupedM
     """
     kind, index = parse_device(device)
     request = requested(impl, kind, "")
-    keys = [find(kind, request)] if request else list_backends(kind)
+    keys = [find(kind, request)] if request else _candidates(kind)
     verdicts = rank(_judge_device(key, kind, index) for key in keys)
     return _instance(_accepted(verdicts, kind, request, f"run on {device}"), kind)
 
@@ -241,12 +243,17 @@ def choose(
     Raises as `get_backend` does.
     """
     problem = Problem(device.type, device.index, dtype, rows, groups, k, n)
-    keys = [find(device.type, request)] if request else list_backends(device.type)
+    keys = [find(device.type, request)] if request else _candidates(device.type)
     verdicts = rank(_judge(key, problem) for key in keys)
     chosen = _accepted(verdicts, device.type, request, f"compute {problem}")
     if not request:
         _report(chosen, verdicts, problem)
     return _instance(chosen, device.type)
+
+
+def _candidates(device: str) -> list[BackendKey]:
+    """List the keys for a device, its own backends first: what they import may bring the device."""
+    return sorted(list_backends(device), key=lambda key: key.device == ANY)
 
 
 def _accepted(verdicts: tuple[Verdict, ...], device: str, request: str, purpose: str) -> BackendKey:
@@ -308,8 +315,7 @@ def forgive(keys: Iterable[BackendKey], device: torch.device, dtype: torch.dtype
 def refresh() -> None:
     """Forget all that was found, loaded and chosen: a package was installed into this process."""
     discovery.forget()
-    for cached in (_missing_device, choose):
-        cached.cache_clear()
+    choose.cache_clear()
     _instances.clear()
     _refused_late.clear()
     _logged.clear()

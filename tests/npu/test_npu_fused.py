@@ -3,56 +3,29 @@
 Tests that come from a fault somebody met name where it was reported.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch_npu
 from npu_memory import record
-from torch.testing._internal.optests import generate_tests
 
 from gmm_registry import BackendUnavailableError, BatchSizes, Problem, explain, get_backend, gmm, use_backend
-from gmm_registry.testing import BackendParityTests, Case, compare, reference_gmm, reference_grads, suite
+from gmm_registry.testing import BackendParityTests, Case, compare, reference_gmm, reference_grads
 from gmm_registry.testing.parity import Outputs, differences, expected, run
 
 CASE = Case("npu", (0, 5, 0, 11, 16, 0), 32, 48)
 GMM, GMM_ADD = "npu::npu_grouped_matmul", "npu::npu_grouped_matmul_add_"
 
 
-def _on_the_host(reference: Any, x: torch.Tensor, *others: Any) -> Any:
-    result = reference(*(value.cpu() if isinstance(value, torch.Tensor) else value for value in (x, *others)))
-    return result.to(x.device, x.dtype) if x.requires_grad else result  # whose second derivative is asked for
-
-
 class TestNpuFused(BackendParityTests):
     device, impl, required = "npu", "npu_fused", True
-
-    @pytest.fixture(autouse=True)
-    def reference_on_the_host(self, monkeypatch):
-        """Compute the suite's reference on the CPU: on an NPU `double()` gives fp32, with a warning."""
-        for name in ("reference_gmm", "reference_grads"):
-            monkeypatch.setattr(suite, name, partial(_on_the_host, getattr(suite, name)))
-
-    @pytest.fixture(autouse=True)
-    def opcheck_on_npu(self, monkeypatch):
-        """Leave out of opcheck the one of its four checks that knows no device but cpu, cuda and xpu."""
-        monkeypatch.setitem(
-            generate_tests.ALL_TEST_UTILS, "test_autograd_registration", lambda *_, **__: None
-        )
-
-    def test_opcheck_of_the_autograd_registration(self):
-        pytest.skip(
-            "torch's autograd_registration_check is not implemented for devices but cpu, cuda and xpu"
-        )
 
 
 class TestEagerOnNpu(BackendParityTests):
     """The loop over groups: what the simulated device itself does right."""
 
     device, impl, required = "npu", "eager", True
-    reference_on_the_host = TestNpuFused.reference_on_the_host
-    opcheck_on_npu = TestNpuFused.opcheck_on_npu
 
 
 @pytest.fixture
