@@ -156,7 +156,9 @@ def _verify(counts: Tensor, rows: int) -> None:
         group = next(e for e, size in enumerate(sizes) if size < 0)
         raise ValueError(f"batch_sizes[{group}] = {sizes[group]} is negative")
     if sum(sizes) != rows:
-        raise ValueError(f"batch_sizes sum to {sum(sizes)}, but x has {rows} rows")
+        ends = sizes == sorted(sizes) and sizes[-1:] == [rows]
+        hint = "; they look like the ends of the groups: give the rows of each" if ends else ""
+        raise ValueError(f"batch_sizes sum to {sum(sizes)}, but x has {rows} rows{hint}")
 
 
 def _int64_copy(counts: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ Verdict: TypeAlias = Accepted | Rejected
 
 def _row_major(weight: Tensor, trans_b: bool) -> tuple[Tensor, bool]:
     """See a transposed weight as what lies in memory, so that no backend has to copy it."""
-    if weight.dim() == 3 and not weight.is_contiguous() and weight.mT.is_contiguous():
+    if weight.dim() == 3 and weight.mT.is_contiguous():
         return weight.mT, not trans_b
     return weight, trans_b
 
@@ -128,7 +128,8 @@ def prepare(
         raise TypeError(f"trans_b must be a bool, not {type(trans_b).__name__} {trans_b!r}")
     if _autocasts(x):
         x, weight = autocast(x), autocast(weight)
-    weight, trans_b = _row_major(weight, trans_b)
+    if not weight.is_contiguous():
+        weight, trans_b = _row_major(weight, trans_b)
     return x, weight, BatchSizes.of(batch_sizes), trans_b
 
 

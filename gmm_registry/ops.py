@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gmm_registry.contract import BackendKey, BatchSizes, GroupedMatmulBackend, autocast, prepare
+from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, autocast, prepare
 from gmm_registry.errors import BackendUnavailableError
 from gmm_registry.registry import request
 from gmm_registry.registry.choice import choose, describe, forgive, refuse
@@ -202,35 +202,45 @@ def _run(
     shape: tuple[int, ...],
     product: Callable[[GroupedMatmulBackend], Tensor],
 ) -> Tensor:
-    absent: dict[BackendKey, NotImplementedError] = {}
-    while True:
-        try:
-            backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape)
-        except BackendUnavailableError:
-            if not absent:
-                raise
-            # No backend has it, so the fault is the call's and says nothing about any backend.
-            forgive(absent, x.device, x.dtype)
-            raise next(iter(absent.values())) from None
-        try:
-            return _contiguous(product(backend), shape, x, backend)
-        except NotImplementedError as error:
-            # A kernel that is named but not there has computed nothing: that is a refusal that comes
-            # late. Any other exception is a fault and never sends the call to another backend.
-            if name:
-                raise
-            absent[backend.key] = error
-            refuse(backend.key, x.device, x.dtype, f"its kernel raised {describe(error)}")
-
-
-def _contiguous(result: Tensor, shape: tuple[int, ...], x: Tensor, backend: GroupedMatmulBackend) -> Tensor:
+    backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape)
+    try:
+        result = product(backend)
+    except NotImplementedError as error:
+        # A kernel that is named but not there has computed nothing: that is a refusal that comes late. Any
+        # other exception is a fault and never sends the call to another backend.
+        if name:
+            raise
+        backend, result = _without(backend, error, x, weight_shape, product)
     if not isinstance(result, Tensor):
         raise RuntimeError(f"{backend.key} returned {type(result).__name__}, not a tensor")
-    if result.shape != shape or result.dtype != x.dtype:
+    if result.shape != shape or result.dtype is not x.dtype:
         raise RuntimeError(
             f"{backend.key} returned {tuple(result.shape)} {result.dtype}, not {shape} {x.dtype}"
         )
     return result.contiguous()
+
+
+def _without(
+    backend: GroupedMatmulBackend,
+    error: NotImplementedError,
+    x: Tensor,
+    weight_shape: tuple[int, int, int],
+    product: Callable[[GroupedMatmulBackend], Tensor],
+) -> tuple[GroupedMatmulBackend, Tensor]:
+    """Compute on the next backend that has the kernel, and remember which did not."""
+    absent = {backend.key: error}
+    while True:
+        for key, reason in absent.items():
+            refuse(key, x.device, x.dtype, f"its kernel raised {describe(reason)}")
+        try:
+            backend = choose("", x.device, x.dtype, x.shape[0], *weight_shape)
+            return backend, product(backend)
+        except BackendUnavailableError:
+            # No backend has it, so the fault is the call's and says nothing about any backend.
+            forgive(absent, x.device, x.dtype)
+            raise error from None
+        except NotImplementedError as another:
+            absent[backend.key] = another
 
 
 def _check_name(name: str, x: Tensor, weight_shape: tuple[int, ...]) -> None:

@@ -151,6 +151,11 @@ def test_lists_are_host_counts_whatever_the_default_device_is():
         torch.set_default_device(None)
 
 
+def test_ends_are_recognised():
+    with pytest.raises(ValueError, match="sum to 9, but x has 5 rows; they look like the ends"):
+        BatchSizes([2, 2, 5]).check(5)
+
+
 def test_other_rows_are_checked_anew():
     """pytorch 154557, torchtitan 1237: counts that were right for one x are wrong for another."""
     sizes, weight = BatchSizes([2, 0, 3]), torch.randn(3, 8, 16)

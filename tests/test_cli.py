@@ -117,9 +117,17 @@ def test_a_raising_backend_fails_and_the_run_goes_on(run, third_party, monkeypat
 
 def test_an_absent_device_is_refused_with_reasons(run):
     result = run("parity", "--device", "npu")
+    assert result.exit_code == 2
+    assert "no backend can run on npu" in result.stderr
+    assert "knows no device 'npu'" in result.stderr
+
+
+def test_doctor_says_what_is_chosen_and_what_was_asked_for(run, monkeypatch):
+    assert "  cpu: any." in run("doctor").stdout
+    monkeypatch.setenv("GMM_REGISTRY_BACKEND", "eagr")
+    result = run("doctor")
     assert result.exit_code == 1
-    assert re.search(r"0 passed, 0 failed, 0 raised, \d+ refused", result.stdout)
-    assert "knows no device 'npu'" in result.stdout
+    assert "GMM_REGISTRY_BACKEND=eagr: no backend 'eagr' for cpu" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -245,10 +253,10 @@ class TestAcrossMachines:
         assert result.exit_code == 2
         assert "holds no outputs of case" in result.stderr
 
-    def test_a_file_without_outputs_is_refused(self, run, tmp_path):
-        path = tmp_path / "empty.safetensors"
-        assert run("parity", "--device", "npu", "--save", path).exit_code == 1
-        result = run("parity", "--device", "cpu", "--against", path)
+    def test_a_file_without_outputs_is_refused(self, run, golden):
+        with safe_open(golden, "pt") as file:
+            save_file({}, golden, {**file.metadata(), "digests": "{}"})
+        result = run("parity", "--device", "cpu", "--against", golden)
         assert result.exit_code == 2
         assert "holds no outputs" in result.stderr
 

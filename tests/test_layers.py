@@ -421,6 +421,14 @@ def test_module_works_after_to():
     assert module(torch.randn(600, 128).bfloat16()).dtype == torch.bfloat16
 
 
+def test_input_that_does_not_fit_is_refused():
+    module = make(moe_num_experts=4)
+    with pytest.raises(ValueError, match=r"\(\.\.\., 128\), got shape \(3, 64\)"):
+        module(torch.randn(3, 64))
+    with pytest.raises(TypeError, match=r"bfloat16.*float32"):
+        module(torch.randn(3, 128).bfloat16())
+
+
 def test_expert_parallelism_is_refused_for_now():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:

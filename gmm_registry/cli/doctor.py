@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
 import torch
 import typer
 
-from gmm_registry import environment
+from gmm_registry import environment, registry
+from gmm_registry.errors import GmmRegistryError
 from gmm_registry.registry import discovery
 from gmm_registry.registry.choice import describe
+from gmm_registry.registry.request import ENVIRONMENT
 
 
 def doctor() -> None:
-    """Show versions, devices and every plugin; exit with 1 if a plugin is broken."""
+    """Show versions, devices, what is chosen there, and every plugin; exit with 1 if any is broken."""
     typer.echo("versions")
     for package, version in environment.versions().items():
         typer.echo(f"  {package} {version}")
@@ -24,8 +27,17 @@ def doctor() -> None:
     for device in _devices():
         typer.echo(f"  {device}: {environment.device_name(device)}")
 
-    typer.echo("plugins")
     broken = False
+    asked = os.environ.get(ENVIRONMENT)
+    typer.echo(f"chosen ({ENVIRONMENT}{f'={asked}' if asked else ' is not set'})")
+    for device in _devices():
+        try:
+            typer.echo(f"  {device}: {registry.get_backend(device).key}")
+        except GmmRegistryError as error:
+            broken = True
+            typer.secho(f"  {device}: {error}", fg="red")
+
+    typer.echo("plugins")
     for name, offers in discovery.offers().items():
         loaded = discovery.load(name)
         failed = isinstance(loaded, BaseException)

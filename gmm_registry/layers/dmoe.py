@@ -77,8 +77,13 @@ class dMoE(nn.Module):  # noqa: N801 (MegaBlocks' name)
         Returns:
             (..., H); with ``args.return_bias`` and ``args.bias`` a pair of it, without the output bias
             added, and that bias (H,).
+
+        Raises:
+            ValueError: x is not (..., H).
+            TypeError: the dtype of x is not that of the layer, and autocast is off.
         """
         x = autocast(x)
+        self._check(x)
         tokens = x.reshape(-1, x.shape[-1])
         out = self.experts(tokens, self.router(tokens))
         if self.shared_expert is not None:
@@ -88,3 +93,13 @@ class dMoE(nn.Module):  # noqa: N801 (MegaBlocks' name)
         if bias is None:
             return out
         return (out, bias) if self.args.return_bias else out + bias
+
+    def _check(self, x: Tensor) -> None:
+        if x.shape[-1:] != (self.args.hidden_size,):
+            raise ValueError(f"x must be (..., {self.args.hidden_size}), got shape {tuple(x.shape)}")
+        dtype = autocast(self.router.layer.weight).dtype
+        if x.dtype != dtype:
+            raise TypeError(
+                f"x is {x.dtype}, but the layer is {dtype}: cast one, or give Arguments a dtype "
+                "(fp16=True is MegaBlocks' default)"
+            )

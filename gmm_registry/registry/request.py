@@ -33,9 +33,10 @@ def requested(argument: str | None, device: str, scope: str) -> str:
 
 
 def _named(argument: str | None, scoped: str, device: str) -> str:
-    for spec in (argument, scoped):
-        if spec and (name := _select(spec, device)):
-            return name
+    if argument or scoped:
+        for spec in (argument, scoped):
+            if spec and (name := _select(spec, device)):
+                return name
     spec = os.environ.get(ENVIRONMENT)
     if not spec:
         return ""
@@ -63,7 +64,7 @@ _named._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @lru_cache(maxsize=128)
 def parse(spec: str) -> dict[str, str]:
-    """Read "eager" as {"": "eager"}, and "cuda=triton,npu=npu_fused" as one name a device type."""
+    """Read "eager" as {"": "eager"}, and "cpu=eager,npu=npu_fused" as one name a device type."""
     if not isinstance(spec, str):
         raise TypeError(
             f"a backend is asked for by a str such as 'eager', not {type(spec).__name__} {spec!r}"
@@ -72,7 +73,7 @@ def parse(spec: str) -> dict[str, str]:
     for part in spec.split(","):
         device, equals, name = map(str.strip, part.rpartition("="))
         if not name or device in names or (equals and not device.isidentifier()):
-            raise UnknownBackendError(f"{spec!r} is not of the form 'eager' or 'cuda=triton,npu=npu_fused'")
+            raise UnknownBackendError(f"{spec!r} is not of the form 'eager' or 'cpu=eager,npu=npu_fused'")
         names["" if device == ANY else device] = name
     return names
 
@@ -85,7 +86,7 @@ def use_backend(name: str) -> Iterator[None]:
     entered last on any thread.
 
     Args:
-        name: an implementation ("eager"), or one for each device type ("cuda=triton,npu=npu_fused").
+        name: an implementation ("eager"), or one for each device type ("cpu=eager,npu=npu_fused").
 
     Raises:
         UnknownBackendError: no installed package offers it.
