@@ -232,3 +232,16 @@ def test_an_object_of_another_kind_is_not_taken_for_defaults():
 def test_wrong_options_of_megablocks_are_refused_too():
     with pytest.raises(ValueError, match="ffn_hidden_size=192"):
         Arguments.from_megablocks(SimpleNamespace(mlp_impl="sparse", ffn_hidden_size=192))
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"dtype": "float32"}, "dtype='float32' must be a torch.dtype"),
+        ({"hidden_size": "128"}, "hidden_size='128' must be an int"),
+        ({"activation_fn": "silu"}, "activation_fn='silu' must be a function"),
+    ],
+)
+def test_refuses_other_types(options, match):
+    with pytest.raises(TypeError, match=match):
+        Arguments(**options)

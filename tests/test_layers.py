@@ -371,6 +371,16 @@ def test_checkpoints_have_megablocks_names_and_layouts():
     assert set(theirs) == set(shapes)  # loading took nothing from the caller's dict
 
 
+def test_a_glu_checkpoint_that_does_not_fit_is_named():
+    module = make(mlp_type="glu", moe_num_experts=2)
+    state = module.state_dict()
+    name = "experts.mlp.v1"
+    with pytest.raises(RuntimeError, match=r"experts\.mlp\.v1 must be \(256, 128\), not \(256, 64\)"):
+        module.load_state_dict({**state, name: state[name][:, :64]})
+    with pytest.raises(RuntimeError, match=r"w1 and experts\.mlp\.v1 only experts\.mlp\.w1 is there"):
+        module.load_state_dict({key: tensor for key, tensor in state.items() if key != name})
+
+
 def test_returns_the_output_bias_apart_on_request():
     x = torch.randn(2, 3, 128)
     together = make(bias=True, moe_num_experts=2)

@@ -123,6 +123,8 @@ class Arguments:
             "num_layers_per_virtual_pipeline_stage",
         ):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, int):
+                raise TypeError(f"{name}={value!r} must be an int")
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
         if self.mlp_impl == "sparse":
@@ -145,6 +147,10 @@ class Arguments:
                 raise ValueError(f"{name}={value!r} is unknown; there are {', '.join(map(repr, known))}")
 
     def _check_dtype(self) -> None:
+        if not (self.dtype is None or isinstance(self.dtype, torch.dtype)):
+            raise TypeError(f"dtype={self.dtype!r} must be a torch.dtype, or None")
+        if not callable(self.activation_fn):
+            raise TypeError(f"activation_fn={self.activation_fn!r} must be a function of a tensor")
         if self.dtype is None and self.fp16 and self.bf16:
             raise ValueError(
                 "fp16=True and bf16=True contradict each other (fp16=True is the default): "

@@ -161,10 +161,26 @@ def _save_apart(module: ExpertGLU, state: dict[str, Any], prefix: str, metadata:
     state[f"{prefix}w1"], state[f"{prefix}v1"] = module.apart(state.pop(f"{prefix}w1v1"))
 
 
-def _load_apart(module: ExpertGLU, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+def _load_apart(
+    module: ExpertGLU,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
     names = [f"{prefix}w1", f"{prefix}v1"]
-    if all(name in state for name in names):
-        state[f"{prefix}w1v1"] = module._join(*(state.pop(name) for name in names))
+    there = [name for name in names if name in state]
+    for name in there:
+        if state[name].shape != module.w2.shape:
+            errors.append(f"{name} must be {tuple(module.w2.shape)}, not {tuple(state[name].shape)}")
+    if len(there) == 1:
+        errors.append(f"of {' and '.join(names)} only {there[0]} is there")
+    parts = [state.pop(name) for name in there]
+    if len(parts) == 2 and all(part.shape == module.w2.shape for part in parts):
+        state[f"{prefix}w1v1"] = module._join(*parts)
 
 
 class _Sparse(ExpertMLP):
