@@ -15,8 +15,8 @@ from torch.autograd import forward_ad
 
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, autocast, prepare
 from gmm_registry.errors import BackendUnavailableError
-from gmm_registry.registry import request
 from gmm_registry.registry.choice import choose, describe, forgive, refuse
+from gmm_registry.registry.request import requested
 
 
 def gmm(
@@ -57,7 +57,7 @@ def gmm(
             [5., 5.]])
     """
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
-    name = request.requested(backend, x.device.type, request.scope)
+    name = requested(backend, x.device.type)
     if not torch.compiler.is_compiling():
         transform = torch._C._functorch.peek_interpreter_stack()
         if transform is None and _needs_no_dispatch(x, weight):
@@ -87,7 +87,7 @@ def weight_grad(
     Returns:
         (E, K, N), exactly zero for an empty group.
     """
-    name = request.requested(backend, x.device.type, request.scope)
+    name = requested(backend, x.device.type)
     counts = BatchSizes.of(batch_sizes).counts
     return cast(Tensor, _weight_grad_op(autocast(x), autocast(grad_out), counts, False, name))
 
@@ -103,7 +103,7 @@ def gmm_into(
 ) -> Tensor:
     """Do `gmm` into ``out`` (R, N), which is returned. No gradient flows through it."""
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
-    name = request.requested(backend, x.device.type, request.scope)
+    name = requested(backend, x.device.type)
     with torch.no_grad():
         return _gmm(x, weight, sizes, trans_b, name, out)
 

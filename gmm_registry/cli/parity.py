@@ -18,10 +18,9 @@ from gmm_registry import environment
 from gmm_registry.cli.choice import plain_errors
 from gmm_registry.cli.layers import show_layers
 from gmm_registry.registry import get_backend
-from gmm_registry.registry.discovery import find, list_backends
 from gmm_registry.testing.cases import CASES
 from gmm_registry.testing.golden import check_inputs, compare_golden, load, save
-from gmm_registry.testing.parity import Outputs, Result
+from gmm_registry.testing.parity import Outputs, Result, candidates
 from gmm_registry.testing.parity import parity as run_parity
 
 _NARROWEST = 88  # columns that the tables need
@@ -61,14 +60,14 @@ def parity(
             if save_file or against:
                 raise ValueError("--save and --against are for cases, not for --layers")
             device = device or environment.default_device()
-            keys = [find(device, name) for name in backend or ()] or list_backends(device)
+            keys = candidates(device, backend or ())
             passed = show_layers(console, device, keys, json_file, strict=bool(backend))
         raise typer.Exit(0 if passed else 1)
     with plain_errors():
         device = device or environment.default_device()
         if not backend:
             get_backend(device)  # one answer rather than a refusal of every case
-        keys = [find(device, name) for name in backend or ()] or list_backends(device)
+        keys = candidates(device, backend or ())
         golden = load(against) if against else None
         if golden:
             check_inputs(golden, CASES)

@@ -17,8 +17,9 @@ from gmm_registry.layers.arguments import Arguments
 from gmm_registry.layers.memory_optimized import Path, experts, memory_optimized_experts
 from gmm_registry.layers.permute import Permutation
 from gmm_registry.layers.products import GroupedProducts, Products, SparseProducts
-from gmm_registry.registry import get_backend, request
+from gmm_registry.registry import get_backend
 from gmm_registry.registry.discovery import find
+from gmm_registry.registry.request import requested
 
 
 class ExpertMLP(nn.Module):
@@ -189,7 +190,7 @@ class _Sparse(ExpertMLP):
     block = BLOCK
 
     def products(self, batch_sizes: BatchSizes, device: torch.device) -> Products:
-        asked = self.args.backend or request.requested(None, device.type, request.scope)
+        asked = self.args.backend or requested(None, device.type)
         backend = get_backend(device, asked or "megablocks_sparse")
         if not isinstance(backend, BlockSparseProducts):
             raise ValueError(f"{backend.key} has no block-sparse products; mlp_impl='sparse' needs them")

@@ -208,7 +208,7 @@ def explain(device: str | torch.device, problem: Problem | None = None) -> Expla
         problem = replace(problem, device=kind, index=problem.index if index is None else index)
         subject = str(problem)
         verdicts = rank(_judge(key, problem) for key in keys)
-    request = requested(None, kind, "")
+    request = requested(None, kind)
     wanted = verdicts if not request else [v for v in verdicts if v.key == find(kind, request)]
     best = winner(wanted)
     return Explanation(subject, verdicts, request, best.key if best else None)
@@ -228,7 +228,7 @@ def get_backend(device: str | torch.device, impl: str | None = None) -> GroupedM
         DuplicateBackendError: two distributions offer it.
     """
     kind, index = parse_device(device)
-    request = requested(impl, kind, "")
+    request = requested(impl, kind)
     keys = [find(kind, request)] if request else _candidates(kind)
     verdicts = rank(_judge_device(key, kind, index) for key in keys)
     return _instance(_accepted(verdicts, kind, request, f"run on {device}"), kind)

@@ -24,11 +24,8 @@ _open: dict[object, str] = {}  # the blocks that are open, in the order of enter
 _lock = Lock()
 
 
-def requested(argument: str | None, device: str, scope: str) -> str:
-    """Return the name asked for on a device type, or "" where the choice is automatic.
-
-    ``scope`` is this module's, passed so that a traced call depends on it.
-    """
+def requested(argument: str | None, device: str) -> str:
+    """Return the name asked for on a device type, or "" where the choice is automatic."""
     return _named(argument, scope if torch.compiler.is_compiling() else _scoped.get(), device)
 
 
