@@ -17,7 +17,16 @@ from gmm_registry.errors import (
     UnknownBackendError,
 )
 from gmm_registry.ops import gmm
-from gmm_registry.registry import explain, get_backend, list_backends, use_backend
+from gmm_registry.registry import (
+    Tuning,
+    autotune,
+    explain,
+    get_backend,
+    list_backends,
+    save_choices,
+    use_backend,
+    use_choices,
+)
 
 __version__ = version("gmm_registry")
 
@@ -31,10 +40,14 @@ __all__ = [
     "GroupedMatmulBackend",
     "Problem",
     "Rejected",
+    "Tuning",
     "UnknownBackendError",
+    "autotune",
     "explain",
     "get_backend",
     "gmm",
     "list_backends",
+    "save_choices",
     "use_backend",
+    "use_choices",
 ]

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gmm_registry.accelerator import synchronize
+
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 _FORMS = "_gmm_registry_forms"
@@ -45,14 +47,22 @@ class BatchSizes:
             self._hold(_from_ints(counts))
 
     @classmethod
-    def from_device(cls, counts: Tensor) -> BatchSizes:
+    def from_device(cls, counts: Tensor, *, gathered: bool = False) -> BatchSizes:
         """Take counts (E,), int64 or int32, where they are, without waiting for the device.
 
         The host sees them when a backend first asks for `host`; that waits, and checks them. A backend
         that never asks leaves the check to the device: on CUDA an assertion there ends the process.
+
+        Args:
+            counts: (E,).
+            gathered: a collective wrote them. Then an accelerator other than CUDA is waited for after all,
+                before they are copied: its collectives may run on a stream that a copy does not wait for,
+                as HCCL's do.
         """
         if not isinstance(counts, Tensor):
             raise TypeError(f"counts from a device are a tensor there, not {type(counts).__name__}")
+        if gathered and not counts.is_cuda:
+            synchronize(counts.device)
         self = cls.__new__(cls)
         self._hold(_int64_copy(counts))
         return self
@@ -90,6 +100,15 @@ class BatchSizes:
         """The counts on the CPU, (E,) int64. Waits for the device if they were made there."""
         return self.on(_CPU)
 
+    @property
+    def skew(self) -> int | None:
+        """Rows of the longest group over the mean, up to the next power of two; None for device counts.
+
+        >>> BatchSizes([2, 0, 4]).skew
+        2
+        """
+        return self.derived("skew", self._skew) if self.counts.is_cpu else None
+
     def on(self, device: torch.device | str) -> Tensor:
         """The counts on ``device``, (E,) int64."""
         device = _indexed(device)
@@ -115,10 +134,15 @@ class BatchSizes:
         return cast(Tensor, form)
 
     def _to(self, device: torch.device) -> Tensor:
-        counts = self.counts.to(device)
+        counts = self.counts.to(device)  # never non_blocking: whoever reads them would read too early
         if device.type == "cpu" and "checked" in self._forms:
             _verify(counts, self._forms["checked"])  # the first time that the host sees them
         return counts
+
+    def _skew(self) -> int:
+        sizes = self.counts.tolist()
+        rows = sum(sizes)
+        return 1 << (-(-max(sizes) * len(sizes) // rows) - 1).bit_length() if rows else 1
 
     def derived(self, key: object, make: Callable[[], _T]) -> _T:
         """Return what a backend makes of the counts; made once, with the forms, under a key of its own."""

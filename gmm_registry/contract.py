@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ __all__ = [
     "BatchSizes",
     "BlockSparseProducts",
     "Companions",
+    "Direction",
     "GroupedMatmulBackend",
     "Problem",
     "Rejected",
@@ -51,12 +52,18 @@ class BackendKey(NamedTuple):
         return f"{self.device}.{self.impl}"
 
 
+Direction: TypeAlias = Literal["forward", "grad_x", "grad_w"]
+
+
 @dataclass(frozen=True)
 class Problem:
-    """Describe one grouped matmul together with its backward, as far as choosing a backend needs it.
+    """Describe one grouped matmul, as far as choosing a backend needs it.
 
-    The weight is (groups, k, n) as it lies in memory, row-major. One problem stands for forward,
-    grad_x and grad_w, and so for both values of ``trans_b``: a check must hold for all of them.
+    The weight is (groups, k, n) as it lies in memory, row-major. ``direction`` says which product with it is
+    meant: rows (R, k) by it ("forward"), rows (R, n) by its transpose ("grad_x", and so a forward with
+    ``trans_b``), or rows by rows ("grad_w"). ``skew`` tells how unequal the groups are. A backend may rank
+    itself by these two in `priority`. What `rejections` answers must hold for all of them: it is asked about
+    "forward" only, and not told the skew.
     """
 
     device: str  # device type: "cuda"
@@ -66,16 +73,18 @@ class Problem:
     groups: int
     k: int
     n: int
+    direction: Direction = "forward"
+    skew: int | None = None  # as `BatchSizes.skew`
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor) -> Problem:
-        """Describe the call ``gmm(x, weight, ...)``, under autocast if that is on, for `explain`.
+    def of(cls, x: Tensor, weight: Tensor, trans_b: bool = False) -> Problem:
+        """Describe the call ``gmm(x, weight, ..., trans_b)``, under autocast if that is on, for `explain`.
 
         Raises:
             ValueError: x is not (R, K) or weight not three-dimensional.
             TypeError: their dtypes differ.
         """
-        x, weight, _, _ = prepare(x, weight, (), False)
+        x, weight, _, trans_b = prepare(x, weight, (), trans_b)
         if x.dim() != 2 or weight.dim() != 3:
             raise ValueError(
                 f"x must be (R, K) and weight (E, K, N), got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -83,12 +92,14 @@ class Problem:
         if x.dtype != weight.dtype:
             raise TypeError(f"x is {x.dtype}, but weight is {weight.dtype}")
         groups, k, n = weight.shape
-        return cls(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n)
+        direction: Direction = "grad_x" if trans_b else "forward"
+        return cls(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n, direction)
 
     def __str__(self) -> str:
         where = self.device if self.index is None else f"{self.device}:{self.index}"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{dtype}, {self.rows} rows, weight ({self.groups}, {self.k}, {self.n}) on {where}"
+        what = f"{dtype}, {self.rows} rows, weight ({self.groups}, {self.k}, {self.n}) on {where}"
+        return what if self.direction == "forward" else f"{what}, {self.direction}"
 
 
 @dataclass(frozen=True)
@@ -126,7 +137,7 @@ def prepare(
         raise TypeError(f"x and weight must be tensors, not {type(x).__name__} and {type(weight).__name__}")
     if not isinstance(trans_b, bool):
         raise TypeError(f"trans_b must be a bool, not {type(trans_b).__name__} {trans_b!r}")
-    if _autocasts(x):
+    if torch._C._is_any_autocast_enabled():  # quicker than asking for the device's
         x, weight = autocast(x), autocast(weight)
     if not weight.is_contiguous():
         weight, trans_b = _row_major(weight, trans_b)
@@ -252,15 +263,20 @@ class GroupedMatmulBackend(ABC):
 class Companions:
     """The steps around the products of an MoE layer, as kernels; a backend that has them derives from this.
 
-    There is no padding, and no choice is dropped. Each step is differentiable once, by torch's autograd.
-    `unpermute` takes the weights in the dtype of the rows, where `gmm_registry.layers.unpermute` has fp32.
+    The layers call them where their first product runs on this backend, but not in compiled code. There is no
+    padding, no choice is dropped, and no tensor is empty. What is returned may be written to.
+    Each step is differentiable once, by torch's autograd; a second derivative is right, or raises.
+    `unpermute` may use the weights in the dtype of the rows, where `gmm_registry.layers.unpermute` uses fp32.
 
     Shape letters: T tokens, C choices a token, R = T * C rows, H hidden, F expert width.
     """
 
     @abstractmethod
     def companion_rejections(self, tokens: int, choices: int) -> list[str]:
-        """Say why `permute` and `unpermute` cannot do so many, as `GroupedMatmulBackend.rejections` does."""
+        """Say why this cannot be done for so many, as `GroupedMatmulBackend.rejections` does.
+
+        It is asked at every call of a layer, for all three steps.
+        """
 
     @abstractmethod
     def permute(self, x: Tensor, slot_row: Tensor) -> Tensor:

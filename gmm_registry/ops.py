@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, autocast, prepare
+from gmm_registry.contract import BatchSizes, Direction, GroupedMatmulBackend, autocast, prepare
 from gmm_registry.errors import BackendUnavailableError
-from gmm_registry.registry.choice import choose, describe, forgive, refuse
+from gmm_registry.registry.choice import choose, forgive, refuse
 from gmm_registry.registry.request import requested
+from gmm_registry.registry.verdicts import describe
 
 
 def gmm(
@@ -150,10 +151,11 @@ def _check(x: Tensor, name: str, other: Tensor, counts: Tensor) -> None:
         raise TypeError(f"x is {x.layout} and {name} {other.layout}; both must be ordinary tensors")
     if x.device != other.device:
         raise ValueError(f"x is on {x.device}, but {name} is on {other.device}")
-    if x.dtype != other.dtype:
-        raise TypeError(f"x is {x.dtype}, but {name} is {other.dtype}: cast one, or use autocast")
-    if not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype}; a floating-point dtype is needed")
+    dtype = x.dtype
+    if dtype is not other.dtype:
+        raise TypeError(f"x is {dtype}, but {name} is {other.dtype}: cast one, or use autocast")
+    if not dtype.is_floating_point:
+        raise TypeError(f"x is {dtype}; a floating-point dtype is needed")
     if counts.dim() != 1:
         raise ValueError(f"batch_sizes have shape {tuple(counts.shape)}; they must be (E,)")
     if counts.is_meta and not x.is_meta:
@@ -163,15 +165,17 @@ def _check(x: Tensor, name: str, other: Tensor, counts: Tensor) -> None:
 def _gmm_shape(x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool) -> tuple[int, int]:
     """Check all that the shapes and types tell, and return (R, N)."""
     _check(x, "weight", weight, counts)
-    layout = "(E, N, K)" if trans_b else "(E, K, N)"
     if weight.dim() != 3:
+        layout = "(E, N, K)" if trans_b else "(E, K, N)"
         raise ValueError(f"weight must be {layout}, got shape {tuple(weight.shape)}")
     groups, k, n = weight.shape
     if trans_b:
         k, n = n, k
-    if x.shape[1] != k:
+    rows, inner = x.shape
+    if inner != k:
+        layout = "(E, N, K)" if trans_b else "(E, K, N)"
         raise ValueError(
-            f"x {tuple(x.shape)} has K = {x.shape[1]}, but weight {tuple(weight.shape)} is {layout} "
+            f"x {tuple(x.shape)} has K = {inner}, but weight {tuple(weight.shape)} is {layout} "
             f"with trans_b={trans_b} and has K = {k}"
         )
     entries = counts.shape[0]
@@ -181,7 +185,7 @@ def _gmm_shape(x: Tensor, weight: Tensor, counts: Tensor, trans_b: bool) -> tupl
         raise ValueError(
             f"batch_sizes have {entries} entries, but weight {tuple(weight.shape)} has {groups} groups"
         )
-    return x.shape[0], n
+    return rows, n
 
 
 def _weight_grad_shape(x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool) -> tuple[int, int, int]:
@@ -199,10 +203,12 @@ def _run(
     name: str,
     x: Tensor,
     weight_shape: tuple[int, int, int],
+    direction: Direction,
+    skew: int | None,
     shape: tuple[int, ...],
     product: Callable[[GroupedMatmulBackend], Tensor],
 ) -> Tensor:
-    backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape)
+    backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape, direction, skew)
     try:
         result = product(backend)
     except NotImplementedError as error:
@@ -210,7 +216,7 @@ def _run(
         # other exception is a fault and never sends the call to another backend.
         if name:
             raise
-        backend, result = _without(backend, error, x, weight_shape, product)
+        backend, result = _without(backend, error, x, weight_shape, direction, skew, product)
     if not isinstance(result, Tensor):
         raise RuntimeError(f"{backend.key} returned {type(result).__name__}, not a tensor")
     if result.shape != shape or result.dtype is not x.dtype:
@@ -225,6 +231,8 @@ def _without(
     error: NotImplementedError,
     x: Tensor,
     weight_shape: tuple[int, int, int],
+    direction: Direction,
+    skew: int | None,
     product: Callable[[GroupedMatmulBackend], Tensor],
 ) -> tuple[GroupedMatmulBackend, Tensor]:
     """Compute on the next backend that has the kernel, and remember which did not."""
@@ -233,7 +241,7 @@ def _without(
         for key, reason in absent.items():
             refuse(key, x.device, x.dtype, f"its kernel raised {describe(reason)}")
         try:
-            backend = choose("", x.device, x.dtype, x.shape[0], *weight_shape)
+            backend = choose("", x.device, x.dtype, x.shape[0], *weight_shape, direction, skew)
             return backend, product(backend)
         except BackendUnavailableError:
             # No backend has it, so the fault is the call's and says nothing about any backend.
@@ -265,6 +273,8 @@ def _gmm(
         name,
         x,
         cast(tuple[int, int, int], weight.shape),
+        "grad_x" if trans_b else "forward",
+        sizes.skew,
         (rows, n),
         lambda backend: backend.forward(x, weight, sizes, trans_b=trans_b, out=out),
     )
@@ -278,7 +288,9 @@ def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, 
         return x.new_zeros(shape)
     left, right = (grad_out, x) if trans_b else (x, grad_out)
     left, right = left.contiguous(), right.contiguous()
-    return _run(name, x, shape, shape, lambda backend: backend.weight_grad(left, right, sizes))
+    return _run(
+        name, x, shape, "grad_w", sizes.skew, shape, lambda backend: backend.weight_grad(left, right, sizes)
+    )
 
 
 class _Gmm(torch.autograd.Function):

@@ -21,11 +21,14 @@ THIRD_PARTY = Path(__file__).parent / "third_party"
 collect_ignore = ["third_party", "npu/support", "npu/stand_in", "npu_wheel/run.py"]
 if find_spec("npu_memory") is None:  # these run in processes of their own: test_npu.py, npu_wheel/run.py
     collect_ignore += ["npu", "npu_wheel"]
+if os.environ.get("TRITON_INTERPRET") != "1":  # and these: test_triton_grouped.py
+    collect_ignore += ["interpreted"]
 
 
 def pytest_configure() -> None:
-    """Forget the choice of the developer who runs the tests."""
+    """Forget the choice of the developer who runs the tests, and leave their cache alone."""
     os.environ.pop(ENVIRONMENT, None)
+    os.environ["GMM_REGISTRY_CACHE"] = ""
 
 
 @contextmanager

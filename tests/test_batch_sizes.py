@@ -169,3 +169,17 @@ def test_copies_work():
     sizes.ends("cpu")
     for clone in (copy.deepcopy(sizes), pickle.loads(pickle.dumps(sizes))):
         assert clone.offsets("cpu").tolist() == [0, 2, 2, 5]
+
+
+@pytest.mark.parametrize(
+    ("counts", "skew"),
+    [([4, 4, 4], 1), ([5, 4, 4], 2), ([8, 0], 2), ([9, 0, 0], 4), ([0, 0], 1), ([7], 1), ([100, 1, 1], 4)],
+)
+def test_skew(counts, skew):
+    assert BatchSizes(counts).skew == skew
+    assert BatchSizes(torch.tensor(counts)).skew == skew
+
+
+def test_the_skew_of_device_counts_is_not_asked_for():
+    """It would wait for the device."""
+    assert BatchSizes.from_device(torch.tensor([1, 2], device="meta")).skew is None

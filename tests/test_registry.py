@@ -33,7 +33,7 @@ from gmm_registry import (
     use_backend,
 )
 from gmm_registry.registry import request
-from gmm_registry.registry.choice import Explanation, rank, winner
+from gmm_registry.registry.explanation import Explanation, rank, winner
 from gmm_registry.registry.request import ENVIRONMENT
 
 pytestmark = pytest.mark.usefixtures("fresh_registry")
@@ -320,15 +320,15 @@ def test_explanation_prints() -> None:
         Accepted(BackendKey("any", "eager"), 0),
     )
     assert str(Explanation("a problem", verdicts, "", BackendKey("cuda", "good"))) == (
-        "a problem (automatic choice)\n"
+        "a problem (automatic choice, from the backends' own table)\n"
         "  cuda.fast: refused\n"
         "    - compute capability 8.0 < 9.0\n"
         "    - n = 12 is not a multiple of 16\n"
         "  cuda.good: chosen, priority 50\n"
         "  any.eager: accepted, priority 0"
     )
-    assert str(Explanation("a problem", verdicts[:1], "fast", None)) == (
-        "a problem (asked for by name: fast)\n"
+    assert str(Explanation("a problem", verdicts[:1], "fast", None, "environment")) == (
+        "a problem (asked for by name in GMM_REGISTRY_BACKEND: fast)\n"
         "  cuda.fast: refused\n"
         "    - compute capability 8.0 < 9.0\n"
         "    - n = 12 is not a multiple of 16\n"
@@ -358,6 +358,26 @@ def test_explain_says_what_a_call_would_do(offer: Offer) -> None:
         assert "nothing can run this" in str(explain("cpu", CPU_PROBLEM))
     with use_backend("eager"):
         assert str(explain("cpu", CPU_PROBLEM).chosen) == "any.eager"
+
+
+@pytest.mark.usefixtures("stubs")
+def test_explain_says_who_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by(**kwargs: Any) -> tuple[str, str]:
+        whole, one = (explain("cpu", problem, **kwargs) for problem in (None, CPU_PROBLEM))
+        assert whole.source == one.source
+        first, second = (str(found).splitlines()[0].rpartition(" (")[2] for found in (whole, one))
+        assert first == second
+        return one.source, first
+
+    assert by() == ("table", "automatic choice, from the backends' own table)")
+    monkeypatch.setenv(ENVIRONMENT, "a")
+    environment = "environment", "asked for by name in GMM_REGISTRY_BACKEND: a)"
+    assert by() == environment
+    with use_backend("cuda=eager"):
+        assert by() == environment
+    with use_backend("b"):
+        assert by() == ("use_backend", "asked for by name in use_backend: b)")
+        assert by(backend="c") == ("argument", "asked for by name in the argument backend: c)")
 
 
 def test_explain_of_a_device_names_what_no_dtype_changes(offer: Offer) -> None:

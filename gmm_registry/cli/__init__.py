@@ -1,4 +1,4 @@
-"""The command line: gmm-registry list, explain, parity, doctor."""
+"""The command line: gmm-registry list, explain, parity, bench, doctor."""
 
 import sys
 

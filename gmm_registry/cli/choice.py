@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated
 
@@ -23,6 +24,20 @@ class Dtype(str, Enum):
     fp16 = "float16"
     fp32 = "float32"
     fp64 = "float64"
+
+
+class Product(str, Enum):
+    """The directions that a problem can have on the command line."""
+
+    forward = "forward"
+    grad_x = "grad_x"
+    grad_w = "grad_w"
+
+
+Rows = Annotated[int, typer.Option(min=0, help="Rows of x, over all groups.")]
+Inner = Annotated[int, typer.Option("--k", min=0, help="Inner dimension.")]
+Outer = Annotated[int, typer.Option("--n", min=0, help="Outer dimension.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Dtype of x and weight.")]
 
 
 @contextmanager
@@ -49,18 +64,27 @@ def explain(
     groups: Annotated[
         int | None, typer.Option(min=1, help="Number of groups; asks about one problem.")
     ] = None,
-    rows: Annotated[int, typer.Option(min=0, help="Rows of x, over all groups.")] = 4096,
-    k: Annotated[int, typer.Option(min=0, help="Inner dimension.")] = 1024,
-    n: Annotated[int, typer.Option(min=0, help="Outer dimension.")] = 1024,
-    dtype: Annotated[Dtype, typer.Option(help="Dtype of x and weight.")] = Dtype.bf16,
+    rows: Rows = 4096,
+    k: Inner = 1024,
+    n: Outer = 1024,
+    dtype: DtypeOption = Dtype.bf16,
+    direction: Annotated[
+        Product, typer.Option(help="Rows by the weight, rows by its transpose, or rows by rows.")
+    ] = Product.forward,
 ) -> None:
-    """Say of every backend whether it accepts, with all its reasons where it does not.
+    """Say of every backend whether it accepts, with all its reasons where it does not, and who chose.
 
     Without --groups the question is whether a backend runs on the device at all.
     """
     with plain_errors():
         problem = None
         if groups is not None:
-            kind, index = parse_device(device)
-            problem = Problem(kind, index, getattr(torch, dtype.value), rows, groups, k, n)
+            problem = problem_of(device, dtype, rows, groups, k, n)
+            problem = replace(problem, direction=direction.value)
         typer.echo(registry.explain(device, problem))
+
+
+def problem_of(device: str, dtype: Dtype, rows: int, groups: int, k: int, n: int) -> Problem:
+    """Make a problem of what was given on the command line."""
+    kind, index = parse_device(device)
+    return Problem(kind, index, getattr(torch, dtype.value), rows, groups, k, n)

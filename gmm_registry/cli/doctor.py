@@ -12,8 +12,8 @@ import typer
 from gmm_registry import environment, registry
 from gmm_registry.errors import GmmRegistryError
 from gmm_registry.registry import discovery
-from gmm_registry.registry.choice import describe
 from gmm_registry.registry.request import ENVIRONMENT
+from gmm_registry.registry.verdicts import describe
 
 
 def doctor() -> None:

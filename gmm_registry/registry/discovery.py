@@ -84,6 +84,12 @@ def list_backends(device: str | torch.device | None = None) -> list[BackendKey]:
     return sorted(key for key in keys if wanted is None or key.device in wanted)
 
 
+@cache
+def candidates(device: str) -> tuple[BackendKey, ...]:
+    """Return the keys for a device type, its own backends first: what they import may bring the device."""
+    return tuple(sorted(list_backends(device), key=lambda key: key.device == ANY))
+
+
 def _key(name: str) -> BackendKey | None:
     try:
         return BackendKey.parse(name)
@@ -159,6 +165,8 @@ def load(name: str) -> type[GroupedMatmulBackend] | BaseException:
     """
     try:
         BackendKey.parse(name)
+        if name not in offers():
+            raise UnknownBackendError("no installed package offers it")
         offer, *others = offers()[name]
         if others:
             raise _conflict(name)  # before stevedore imports both
@@ -199,4 +207,5 @@ def forget() -> None:
     importlib.invalidate_caches()
     MetadataPathFinder().invalidate_caches()  # the line above does not reach it before Python 3.12
     offers.cache_clear()
+    candidates.cache_clear()
     load.cache_clear()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from threading import Lock
+from typing import Literal
 
 import torch
 
@@ -15,6 +16,9 @@ from gmm_registry.errors import UnknownBackendError
 from gmm_registry.registry.discovery import ANY, find
 
 ENVIRONMENT = "GMM_REGISTRY_BACKEND"
+# What os.environ looks into, without an exception for a variable that is not there.
+_environment = getattr(os.environ, "_data", os.environ)
+_KEY = os.environ.encodekey(ENVIRONMENT)
 
 _scoped: ContextVar[str] = ContextVar("gmm_registry_backend", default="")
 # torch.compile guards on a module global, but cannot read a context variable. So compiled code goes by
@@ -26,7 +30,11 @@ _lock = Lock()
 
 def requested(argument: str | None, device: str) -> str:
     """Return the name asked for on a device type, or "" where the choice is automatic."""
-    return _named(argument, scope if torch.compiler.is_compiling() else _scoped.get(), device)
+    if torch.compiler.is_compiling():
+        return _named(argument, scope, device)
+    if argument is None and not _open and _KEY not in _environment:
+        return ""  # as in nearly every call, at a tenth of the cost
+    return _named(argument, _scoped.get(), device)
 
 
 def _named(argument: str | None, scoped: str, device: str) -> str:
@@ -41,6 +49,14 @@ def _named(argument: str | None, scoped: str, device: str) -> str:
         return _checked(_select(spec, device), device)
     except UnknownBackendError as error:
         raise UnknownBackendError(f"{ENVIRONMENT}={spec}: {error}") from error
+
+
+def origin(argument: str | None, device: str) -> Literal["argument", "use_backend", "environment"]:
+    """Say which of them `requested` has a name from, if it has one."""
+    if argument and _select(argument, device):
+        return "argument"
+    scoped = _scoped.get()
+    return "use_backend" if scoped and _select(scoped, device) else "environment"
 
 
 def _select(spec: str, device: str) -> str:

@@ -1,1 +1,1 @@
-"""Measurements, as ratios within one run."""
+"""gmm-registry bench: every backend on a shape, against one another and against the roofline limit."""

@@ -6,26 +6,25 @@ Run ``python -m gmm_registry.cli.bench.cpu``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
-from time import perf_counter_ns
 
 import torch
 from torch.nn import functional as F
 
 from gmm_registry import BatchSizes, Problem, environment, explain, gmm
+from gmm_registry.measure import interleaved
 
 
-def interleaved_medians(*functions: Callable[[], object], calls: int, repeats: int) -> list[float]:
-    """Time functions in turn, so that a slow moment hits them all; return microseconds a call."""
-    times: list[list[float]] = [[] for _ in functions]
-    for repeat in range(repeats + 2):
-        for function, found in zip(functions, times, strict=True):
-            start = perf_counter_ns()
+def microseconds(*functions: Callable[[], object], calls: int = 1) -> list[float]:
+    """Time functions in turn, each repeated ``calls`` times, and return what one call takes."""
+
+    def repeated(function: Callable[[], object]) -> Callable[[], None]:
+        def repeat() -> None:
             for _ in range(calls):
                 function()
-            if repeat >= 2:  # the first two warm up
-                found.append((perf_counter_ns() - start) / calls / 1e3)
-    return [median(found) for found in times]
+
+        return repeat
+
+    return [1e3 * ms / calls for ms in interleaved([repeated(function) for function in functions], "cpu")]
 
 
 def many_small_groups(dtype: torch.dtype) -> None:
@@ -34,9 +33,7 @@ def many_small_groups(dtype: torch.dtype) -> None:
     weight = torch.randn(64, 256, 256).to(dtype)
     sizes = BatchSizes([16] * 64)
     ends = sizes.ends("cpu")
-    ours, theirs = interleaved_medians(
-        lambda: gmm(x, weight, sizes), lambda: F.grouped_mm(x, weight, offs=ends), calls=1, repeats=15
-    )
+    ours, theirs = microseconds(lambda: gmm(x, weight, sizes), lambda: F.grouped_mm(x, weight, offs=ends))
     chosen = explain("cpu", Problem.of(x, weight)).chosen
     name = str(dtype).removeprefix("torch.")
     print(
@@ -50,13 +47,12 @@ def cost_of_a_call() -> None:
     x, weight, counts = torch.randn(4, 8), torch.randn(2, 8, 8), torch.tensor([2, 2])
     sizes = BatchSizes(counts)
     ends = sizes.ends("cpu")
-    ours, theirs, ours_bare, theirs_bare = interleaved_medians(
+    ours, theirs, ours_bare, theirs_bare = microseconds(
         lambda: gmm(x, weight, sizes),
         lambda: F.grouped_mm(x, weight, offs=ends),
         lambda: gmm(x, weight, counts),
         lambda: F.grouped_mm(x, weight, offs=counts.cumsum(0, dtype=torch.int32)),
         calls=1000,
-        repeats=11,
     )
     print(
         f"one call, 4 rows, 8 x 8: gmm {ours:.1f} us, grouped_mm {theirs:.1f} us: {ours / theirs:.2f} times"

@@ -1,0 +1,156 @@
+"""Time backends against one another on one problem, and check their results.
+
+Shape letters: R rows, E groups, K inner, N outer dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf, prod
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from gmm_registry import measure
+from gmm_registry.accelerator import synchronize
+from gmm_registry.contract import BackendKey, BatchSizes, Direction, GroupedMatmulBackend, Problem
+from gmm_registry.errors import BackendUnavailableError
+from gmm_registry.registry.verdicts import describe
+
+DISTRIBUTIONS = ("uniform", "zipf")  # groups as equal as can be, and a few that get most of the rows
+REFERENCE = BackendKey("any", "eager")
+_HOPELESS = 5  # times as long as the best
+_TRIES = 2  # before a backend counts as hopeless, since any one call can be unlucky
+_ROUNDS = 7  # that `measure.interleaved` plays at least
+# The largest error of a row, relative to the largest row, between two right results: both were rounded, and
+# in fp32 one may use TF32, where that is switched on.
+_ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
+_CHUNK = 4096  # rows compared at a time, since a whole result in fp32 may not fit
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One backend on one direction: milliseconds by distribution, and why it is out of the running, if so."""
+
+    key: BackendKey
+    ms: dict[str, float]
+    excluded: str = ""
+
+    @property
+    def mean(self) -> float:
+        """The geometric mean over the distributions."""
+        return prod(self.ms.values()) ** (1 / len(self.ms)) if self.ms else inf
+
+
+class Trial:
+    """Random operands of a problem, and the sizes of its groups."""
+
+    def __init__(self, problem: Problem) -> None:
+        rows, groups, k, n = problem.rows, problem.groups, problem.k, problem.n
+        device = torch.device(
+            problem.device if problem.index is None else f"{problem.device}:{problem.index}"
+        )
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=problem.dtype, device=device)
+
+        self.x, self.grad_out = random(rows, k), random(rows, n)
+        self.weight = random(groups, k, n).mul_(k**-0.5)  # so that no result overflows fp16
+        self.device = self.x.device
+        self.sizes = {name: BatchSizes(measure.group_sizes(name, rows, groups)) for name in DISTRIBUTIONS}
+        for sizes in self.sizes.values():
+            sizes.check(rows)  # as `gmm` does before it calls a backend
+
+    @torch.no_grad()
+    def time(
+        self, direction: Direction, backends: Sequence[GroupedMatmulBackend], seconds: float
+    ) -> tuple[Timing, ...]:
+        """Time backends on one direction; return the fastest first."""
+        end = perf_counter() + seconds
+        products = {
+            name: {backend.key: self._product(backend, direction, name) for backend in backends}
+            for name in DISTRIBUTIONS
+        }
+        timings = [Timing(backend.key, {}) for backend in backends]
+        for name, product in products.items():
+            want = product[REFERENCE]()
+            timings = [_probe(timing, name, product[timing.key], want) for timing in timings]
+        if all(timing.excluded for timing in timings):  # out of memory, for one
+            causes = "\n".join(f"  {timing.key}: {timing.excluded}" for timing in timings)
+            raise BackendUnavailableError(f"no backend could be measured on {direction}:\n{causes}")
+        least = min(timing.mean for timing in timings if not timing.excluded)
+        timings = [_drop(timing, least) for timing in timings]
+        racing = [timing for timing in timings if not timing.excluded]
+        for left, (name, product) in zip((2, 1), products.items(), strict=True):
+            share = (end - perf_counter()) / left
+            if sum(timing.ms[name] for timing in racing) * _ROUNDS / 1e3 < share:  # else the tries must do
+                functions = [product[timing.key] for timing in racing]
+                medians = measure.interleaved(functions, self.device, seconds=share)
+                racing = [_timed(timing, name, ms) for timing, ms in zip(racing, medians, strict=True)]
+        dropped = [timing for timing in timings if timing.excluded]
+        return tuple(sorted(racing, key=lambda timing: timing.mean) + dropped)
+
+    def _product(
+        self, backend: GroupedMatmulBackend, direction: Direction, distribution: str
+    ) -> Callable[[], Tensor]:
+        sizes = self.sizes[distribution]
+        if direction == "grad_w":
+            return partial(backend.weight_grad, self.x, self.grad_out, sizes)
+        if direction == "grad_x":
+            return partial(backend.forward, self.grad_out, self.weight, sizes, trans_b=True)
+        return partial(backend.forward, self.x, self.weight, sizes, trans_b=False)
+
+
+def _timed(timing: Timing, name: str, ms: float) -> Timing:
+    return replace(timing, ms={**timing.ms, name: ms})
+
+
+def _drop(timing: Timing, least: float) -> Timing:
+    """Exclude a backend that would only use up the time of the others."""
+    times = timing.mean / least
+    if timing.excluded or times <= _HOPELESS:
+        return timing
+    return replace(timing, excluded=f"not measured: {times:.0f} times as long when tried")
+
+
+def _probe(timing: Timing, name: str, product: Callable[[], Tensor], want: Tensor) -> Timing:
+    """Check a backend's result, and time a few calls more, now that everything is compiled."""
+    if timing.excluded:
+        return timing
+    try:
+        wrong = _wrong(product(), want)
+        if wrong:
+            return replace(timing, excluded=wrong)
+        return _timed(timing, name, min(_once(product, want.device) for _ in range(_TRIES)))
+    except Exception as error:  # whatever the kernel of a plugin raises, the others can be measured
+        return replace(timing, excluded=f"raised {describe(error)}")
+
+
+def _once(product: Callable[[], Tensor], device: torch.device) -> float:
+    """Return the milliseconds of one call."""
+    synchronize(device)
+    begin = perf_counter()
+    product()
+    synchronize(device)
+    return (perf_counter() - begin) * 1e3
+
+
+def _wrong(got: object, want: Tensor) -> str:
+    """Say what is wrong with a result, "" if nothing is."""
+    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != want.dtype:
+        what = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, Tensor) else type(got).__name__
+        return f"wrong: returned {what}, not {tuple(want.shape)} {want.dtype}"
+    worst, largest = [], []
+    for a, b in zip(got.flatten(0, -2).split(_CHUNK), want.flatten(0, -2).split(_CHUNK), strict=True):
+        exact = b.to(torch.promote_types(b.dtype, torch.float32))
+        worst.append((a.to(exact.dtype) - exact).norm(dim=1).max())
+        largest.append(exact.norm(dim=1).max())
+    error = (torch.stack(worst).max() / torch.stack(largest).max()).item()
+    allowed = _ALLOWED[want.dtype]
+    if error <= allowed:  # not so for NaN
+        return ""
+    return f"wrong: a row is off from {REFERENCE}'s by {error:.1e} of the largest, allowed are {allowed:.0e}"
