@@ -16,11 +16,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gmm_backends.megablocks_sparse import (
-    CudaMegablocksSparse,
-    blocks,
-    requirements,
-)
+from gmm_backends import _triton as requirements
+from gmm_backends.megablocks_sparse import CudaMegablocksSparse, blocks
 from gmm_backends.megablocks_sparse.products import DTYPES
 from gmm_registry import (
     BackendKey,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gmm_backends._triton import missing_triton
 from gmm_backends.megablocks_sparse.padding import Padding
 from gmm_backends.megablocks_sparse.products import DTYPES, CheckedProducts
-from gmm_backends.megablocks_sparse.requirements import missing_triton
 from gmm_registry.contract import BLOCK, BatchSizes, GroupedMatmulBackend, Problem
 
 

@@ -9,16 +9,7 @@ place among the values, a row's among M * H elements) is computed in 64 bits.
 import triton
 import triton.language as tl
 
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-
-
-@triton.jit
-def _add_product(a, b, total):
-    """Add ``a @ b`` to an fp32 sum; fp32 operands are not rounded to TF32."""
-    if _INTERPRETED:  # its dot takes the bits of a bf16 for an integer
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
-    return tl.dot(a, b, total, input_precision="ieee")
+from gmm_backends._dot import add_product
 
 
 @triton.jit
@@ -71,7 +62,7 @@ def sdd(
                 inside = start + k < hidden
                 a = tl.load(x_at + start, mask=inside[None, :], other=0.0)
                 b = tl.load(weight_at + start, mask=inside[:, None], other=0.0)
-            total = _add_product(a, b, total)
+            total = add_product(a, b, total)
         result = total.to(values.dtype.element_ty)
         if low == high:
             tl.store(values_at, result)
@@ -124,7 +115,7 @@ def dsd(
         a = tl.load(values_at + (tl.cast(block, tl.int64) * (BLOCK * BLOCK) + inner * STRIDE))
         b_at = dense_at + (tl.cast(source, tl.int64) * BLOCK + inner) * hidden
         b = tl.load(b_at) if EVEN else tl.load(b_at, mask=inside, other=0.0)
-        total = _add_product(a, b, total)
+        total = add_product(a, b, total)
     out_at = out + row.to(tl.int64) * BLOCK * hidden + (r[:, None] * hidden + h[None, :])
     if ACCUMULATE:
         total += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)

@@ -1,10 +1,13 @@
-"""Whether the triton that the kernels need is installed, without importing it."""
+"""What the backends in Triton ask without importing it: whether it is there, and how large a device is."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+
+import torch
 
 _OLDEST = (3, 6)
 _DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton")  # that bring it
@@ -28,3 +31,11 @@ def missing_triton() -> list[str]:
             return [f"triton {installed} < {'.'.join(map(str, _OLDEST))}, which torch 2.10 brings"]
         break
     return []
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return how many multiprocessors a device has; 0 where torch does not tell."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count

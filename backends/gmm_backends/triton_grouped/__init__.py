@@ -1,0 +1,156 @@
+"""cuda.triton and xpu.triton: grouped matmul in Triton, scheduled on the device, with no count on the host.
+
+Shape letters: R rows, E groups, K inner, N outer dimension.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gmm_backends._triton import missing_triton, multiprocessors
+from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
+
+_log = logging.getLogger("gmm_registry")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_OLDEST = (8, 0)  # compute capability, for the tensor cores' bf16
+_HOPPER = (9, 0)
+_CELL = 128  # rows and columns of a tile, about
+_PROGRAMS = 2  # a multiprocessor that keep it busy
+_PART = 512  # rows at least that are worth a sum of their own
+# The table of `_quack_is_faster`.
+_LONG = 128  # rows a group
+_WIDE = 4096  # columns of a weight
+_EVEN, _UNEQUAL = 2, 8  # skew
+
+
+class TritonGrouped(GroupedMatmulBackend):
+    """Kernels of our own: those for Hopper in its own dialect, plain ones wherever else Triton compiles."""
+
+    def rejections(self, problem: Problem) -> list[str]:
+        reasons = missing_triton()
+        if problem.dtype not in _DTYPES:
+            reasons.append(f"triton takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
+        capability = _capability(problem.device, problem.index)
+        if capability is not None and capability < _OLDEST:
+            reasons.append("compute capability {}.{} < 8.0".format(*capability))
+        return reasons
+
+    def priority(self, problem: Problem) -> int:
+        # torch's grouped_mm has 10. Measured on an H200 only: see docs/performance.md.
+        capability = _capability(problem.device, problem.index)
+        if capability is None or problem.dtype == torch.float32:  # full precision has no tensor cores
+            return 5
+        if capability == _HOPPER:
+            return 18 if _quack_is_faster(problem) else 50  # quack has 20
+        return 15 if capability < _HOPPER else 5  # torch loops over the groups on older ones
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        batch_sizes: BatchSizes,
+        *,
+        trans_b: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = x.new_empty(x.shape[0], weight.shape[1 if trans_b else 2])
+        with _current(x):
+            _kernels(len(batch_sizes), x, weight, out).rows(x, weight, batch_sizes, trans_b, out)
+        return out
+
+    def weight_grad(
+        self,
+        x: Tensor,
+        grad_out: Tensor,
+        batch_sizes: BatchSizes,
+        *,
+        out: Tensor | None = None,
+        accumulate: bool = False,
+    ) -> Tensor:
+        from gmm_backends.triton_grouped.launch_plain import add_parts
+
+        if out is None:
+            out, accumulate = x.new_empty(len(batch_sizes), x.shape[1], grad_out.shape[1]), False
+        with _current(x):
+            kernels = _kernels(len(batch_sizes), x, grad_out, out)
+            part = _part(x, out)
+            if part:
+                parts = out.new_empty(len(x) // part + len(out), *out.shape[1:], dtype=torch.float32)
+                kernels.products(x, grad_out, batch_sizes, parts, False, part)
+                add_parts(parts, batch_sizes, part, out, accumulate)
+            else:
+                kernels.products(x, grad_out, batch_sizes, out, accumulate)
+        return out
+
+
+def _quack_is_faster(problem: Problem) -> bool:
+    """Say where quack took at least 3 % less time on an H200: in wide results of groups not too unequal."""
+    if problem.rows < _LONG * problem.groups:
+        return False
+    if problem.direction == "grad_w":
+        return problem.n >= _WIDE
+    forward = problem.direction == "forward"
+    inner, width = (problem.k, problem.n) if forward else (problem.n, problem.k)
+    skew = problem.skew
+    if skew is None or width < 2 * inner:
+        return False
+    return skew <= (_EVEN if width < 3 * inner else _UNEQUAL)
+
+
+@cache
+def _hopper_kernels(device: torch.device) -> ModuleType | None:
+    """Return the launcher of the kernels for Hopper, if that is what the device is."""
+    if _capability(device.type, device.index) != _HOPPER:
+        return None
+    try:
+        return import_module("gmm_backends.triton_grouped.launch_hopper")
+    except (ImportError, AttributeError) as error:  # Gluon is young, and renames what it has
+        _log.warning(
+            "the plain Triton kernels are used on %s: those for Hopper need another Gluon: %s", device, error
+        )
+        return None
+
+
+def _kernels(groups: int, x: Tensor, *others: Tensor) -> Any:
+    """Choose the module that launches the kernels for these tensors."""
+    from gmm_backends.triton_grouped import launch_plain
+
+    hopper: Any = _hopper_kernels(x.device)
+    short = launch_plain.is_short(len(x), groups)
+    if hopper is None or short or x.dtype == torch.float32 or not hopper.takes(x, *others):
+        return launch_plain
+    return hopper
+
+
+def _part(x: Tensor, out: Tensor) -> int:
+    """Return how many rows of a group one program sums, if whole groups would leave some idle; else 0."""
+    groups, inner, outer = out.shape
+    cells = -(-inner // _CELL) * -(-outer // _CELL)
+    programs = _PROGRAMS * multiprocessors(x.device)
+    if groups * cells >= programs:
+        return 0
+    part = max(_PART, 1 << (len(x) * cells // programs).bit_length())
+    return part if len(x) > groups * part else 0
+
+
+def _current(x: Tensor) -> AbstractContextManager[None]:
+    """Make the tensor's device the current one: Triton launches there."""
+    context: AbstractContextManager[None] = (torch.xpu if x.is_xpu else torch.cuda).device_of(x)
+    return context
+
+
+@cache
+def _capability(device: str, index: int | None) -> tuple[int, int] | None:
+    """Return NVIDIA's compute capability; None for every other device."""
+    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(index)
