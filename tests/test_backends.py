@@ -22,3 +22,18 @@ class TestEagerOnCuda(BackendParityTests):
 @pytest.mark.hardware
 class TestTorchGroupedMmOnCuda(BackendParityTests):
     device, impl = "cuda", "torch_grouped_mm"
+
+
+@pytest.mark.hardware
+class TestCudaGroupedGemmOnCuda(BackendParityTests):
+    device, impl, width = "cuda", "cuda_grouped_gemm", 8
+
+
+@pytest.mark.hardware
+class TestQuackOnCuda(BackendParityTests):
+    device, impl, width = "cuda", "quack", 8
+
+
+@pytest.mark.hardware
+class TestTritonOnCuda(BackendParityTests):
+    device, impl = "cuda", "triton"

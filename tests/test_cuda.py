@@ -12,7 +12,7 @@ from gmm_registry import BackendUnavailableError, BatchSizes, get_backend, gmm
 pytestmark = pytest.mark.hardware
 
 
-@pytest.fixture(params=["eager", "torch_grouped_mm"])
+@pytest.fixture(params=["eager", "torch_grouped_mm", "triton", "quack"])
 def backend(request):
     try:
         return get_backend("cuda", request.param)
@@ -89,24 +89,58 @@ def test_layers_equal_the_dense_reference(
     check_against_dense(module, torch.randn(tokens, 128, device=cuda))
 
 
-@pytest.mark.parametrize("memory_optimized_mlp", [False, True])
-def test_a_grouped_layer_needs_no_synchronisation(cuda, memory_optimized_mlp):
-    module = make(
+def bf16_layer(backend, **arguments):
+    if backend.impl == "eager":
+        pytest.skip("the loop over groups reads the counts on the host")
+    return make(
         mlp_type="glu",
-        memory_optimized_mlp=memory_optimized_mlp,
         moe_num_experts=8,
         moe_top_k=2,
-        device=cuda,
+        device="cuda",
         dtype=torch.bfloat16,
-        backend="torch_grouped_mm",
+        backend=backend.impl,
+        **arguments,
     )
-    x = torch.randn(64, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+
+
+@pytest.mark.parametrize("memory_optimized_mlp", [False, True])
+def test_a_grouped_layer_needs_no_synchronisation(backend, memory_optimized_mlp):
+    module = bf16_layer(backend, memory_optimized_mlp=memory_optimized_mlp)
+    x = torch.randn(64, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     module(x).sum().backward()  # what is made once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
         module(x).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("memory_optimized_mlp", [False, True])
+def test_a_captured_layer_routes_anew_at_each_replay(backend, memory_optimized_mlp):
+    """Megatron 1598: the counts of a CUDA graph are those of the replay, forward and backward."""
+    module = bf16_layer(backend, memory_optimized_mlp=memory_optimized_mlp)
+    x = torch.randn(512, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    leaves = (x, *module.parameters())
+
+    def step():
+        out = module(x)
+        return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()  # what is made once is not captured
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in range(3):
+        with torch.no_grad():
+            x.copy_(torch.randn(512, 128, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        replayed = [tensor.clone() for tensor in captured]
+        for got, want in zip(replayed, step(), strict=True):
+            assert torch.equal(got, want)
 
 
 def test_a_layer_gives_the_same_bits_each_time(cuda):

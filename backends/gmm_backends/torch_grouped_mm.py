@@ -62,6 +62,8 @@ class TorchGroupedMm(GroupedMatmulBackend):
     ) -> Tensor:
         x, grad_out = _aligned(x), _aligned(grad_out)
         product = F.grouped_mm(x.mT, grad_out, offs=batch_sizes.ends(x.device))
+        if _leaves_empty_groups(x.device):
+            product.masked_fill_((batch_sizes.on(x.device) == 0)[:, None, None], 0)
         if out is None:
             return product
         return out.add_(product) if accumulate else out.copy_(product)
@@ -71,10 +73,22 @@ def _padding(width: int, dtype: torch.dtype) -> int:
     return -width % (_ALIGNMENT // dtype.itemsize)
 
 
+def _leaves_empty_groups(device: torch.device) -> bool:
+    """Say whether the weight gradient of an empty group is what lay in memory.
+
+    So it is on Blackwell (pytorch 172439, cutlass 2674) and on AMD GPUs (pytorch 174314); Hopper's kernel and
+    the loop for other devices write zeros.
+    """
+    if device.type != "cuda":
+        return False
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (10, 0)
+
+
 def _aligned(tensor: Tensor) -> Tensor:
     """Copy a tensor to aligned rows at an aligned address, if it is not there already."""
     width = tensor.shape[-1]
-    if (width * tensor.element_size() | tensor.data_ptr()) % _ALIGNMENT == 0:
+    # Where there is one row only, a contiguous tensor may have any stride, and grouped_mm looks at it.
+    if tensor.stride(-2) == width and (width * tensor.element_size() | tensor.data_ptr()) % _ALIGNMENT == 0:
         return tensor
     row = width + _padding(width, tensor.dtype)
     return tensor.new_empty(*tensor.shape[:-1], row)[..., :width].copy_(tensor)
