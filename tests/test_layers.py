@@ -10,8 +10,20 @@ import torch
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from gmm_registry import BatchSizes, UnknownBackendError, use_backend
-from gmm_registry.layers import Arguments, dmlp_registry, dMoE, permute, sort_by_expert
+from gmm_registry import BatchSizes, UnknownBackendError, get_backend, use_backend
+from gmm_registry.layers import (
+    Arguments,
+    dmlp_registry,
+    dMoE,
+    permute,
+    route,
+    routed_glu,
+    sort_by_expert,
+    unpermute,
+)
+from gmm_registry.layers.companions import companions_for
+from gmm_registry.registry.choice import choose
+from gmm_registry.registry.request import ENVIRONMENT
 from gmm_registry.testing import compare
 from gmm_registry.testing.dense import dense_moe
 from gmm_registry.testing.layers import saved_bytes
@@ -48,22 +60,28 @@ def gradients(module, x, grad_out):
     return out.detach(), {"x": x.grad, **grads}
 
 
-def check_against_dense(module, x):
+def beside_dense(module, x):
+    """Return output and gradients, each with that of the dense reference, by name."""
     grad_out = torch.randn(x.shape, generator=torch.Generator().manual_seed(7)).to(x)
     out, grads = gradients(module, x, grad_out)
     state = {name: t.detach().cpu().double().requires_grad_() for name, t in module.state_dict().items()}
     dense_x = x.detach().cpu().double().requires_grad_()
     want = dense_moe(dense_x, state, module.args)
-    assert compare(out, want, x.dtype).passed
     names = [name for name in state if name in grads]
+    assert set(grads) == {"x", *names}
     wanted = torch.autograd.grad(
         want, [dense_x, *(state[n] for n in names)], grad_out.cpu().double(), allow_unused=True
     )
+    pairs = {"out": (out, want)}
     for name, grad in zip(["x", *names], wanted, strict=True):
-        want = torch.zeros_like(grads[name]) if grad is None else grad
-        difference = compare(grads[name], want, x.dtype)
+        pairs[name] = grads[name], torch.zeros_like(grads[name]) if grad is None else grad
+    return pairs
+
+
+def check_against_dense(module, x):
+    for name, (got, want) in beside_dense(module, x).items():
+        difference = compare(got, want, x.dtype)
         assert difference.passed, (name, difference)
-    assert set(grads) == {"x", *names}
 
 
 @every_form
@@ -446,3 +464,179 @@ def test_expert_parallelism_is_refused_for_now():
             make(moe_expert_model_parallelism=True)
     finally:
         torch.distributed.destroy_process_group()
+
+
+FELLOW = """
+import torch
+from torch.nn import functional as F
+
+from gmm_backends.eager import Eager
+from gmm_registry.contract import Companions
+
+
+class Fellow(Companions, Eager):
+    calls = []
+
+    def rejections(self, problem):
+        return ["neither fp64 nor fp16"] if problem.dtype in (torch.float64, torch.float16) else []
+
+    def priority(self, problem):
+        return 50
+
+    def companion_rejections(self, tokens, choices):
+        return ["more than 3 choices"] if choices > 3 else []
+
+    def permute(self, x, slot_row):
+        self.calls.append("permute")
+        assert x.numel()
+        return x[slot_row.flatten().argsort() // slot_row.shape[1]]
+
+    def unpermute(self, rows, slot_row, weights=None):
+        self.calls.append("unpermute")
+        rows = rows[slot_row]
+        return (rows if weights is None else rows * weights.to(rows.dtype)[..., None]).sum(1)
+
+    def glu(self, gate_up):
+        self.calls.append("glu")
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+"""
+
+
+@pytest.fixture
+def calls(distribution):
+    """Return the steps that a backend with companions was asked for; it is somebody else's, and the best."""
+    distribution("fellow", {"cpu.fellow": "fellow:Fellow"}, {"fellow": FELLOW})
+    return get_backend("cpu", "fellow").calls
+
+
+FUSIBLE = {"mlp_type": "glu", "moe_num_experts": 4, "moe_top_k": 2, "activation_fn": F.silu}
+
+
+class TestCompanions:
+    """The steps around the products, where a backend has kernels for them."""
+
+    @pytest.mark.parametrize("mlp_type", ["mlp", "glu"])
+    @pytest.mark.parametrize("memory_optimized_mlp", [False, True])
+    @pytest.mark.parametrize("expert_bias", [False, True])
+    @pytest.mark.parametrize("tokens", [7, 1, 0])
+    def test_equal_the_dense_reference(self, calls, mlp_type, memory_optimized_mlp, expert_bias, tokens):
+        """What is empty is not for them, and still the router gets a gradient."""
+        options = {**FUSIBLE, "mlp_type": mlp_type, "memory_optimized_mlp": memory_optimized_mlp}
+        module = make(**options, expert_bias=expert_bias)
+        if expert_bias:
+            with torch.no_grad():
+                module.experts.mlp.b1.normal_(std=0.3), module.experts.mlp.b2.normal_(std=0.3)
+        check_against_dense(module, torch.randn(tokens, 128))
+        glu = ["glu"] if mlp_type == "glu" else []
+        again = ["permute", *glu, "permute", "unpermute"] if memory_optimized_mlp else []
+        assert calls == (["permute", *glu, "unpermute", *again] if tokens else [])
+
+    @pytest.mark.parametrize("activation", [F.silu, torch.nn.SiLU(), F.gelu, lambda t: F.silu(t)])
+    def test_routed_glu(self, calls, activation):
+        """glu is silu's only, and a function that may be another is not called silu."""
+        tensors = torch.randn(9, 16), torch.randn(4, 16, 24) / 4, torch.randn(4, 12, 16) / 4, torch.rand(9, 2)
+        leaves = [tensor.requires_grad_() for tensor in tensors]
+        experts = torch.rand(9, 4).topk(2).indices
+        grad_out = torch.randn(9, 16)
+        out = routed_glu(*leaves, experts, activation=activation)
+        glu = activation is F.silu or isinstance(activation, torch.nn.SiLU)
+        assert calls == (["permute", "glu", "unpermute"] if glu else ["permute", "unpermute"])
+        got = out, *torch.autograd.grad(out, leaves, grad_out)
+        calls.clear()
+        want = routed_glu(*leaves, experts, activation=activation, use_companions=False)
+        assert calls == []
+        torch.testing.assert_close(got, (want, *torch.autograd.grad(want, leaves, grad_out)))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"mlp_impl": "sparse"},
+            {"backend": "eager"},
+            {"use_companions": False},
+            {"moe_top_k": 4},  # their own refusal
+            {"dtype": torch.float64},  # the backend's, so that another computes
+        ],
+        ids=str,
+    )
+    def test_are_not_called_where_the_layer_cannot_use_them(self, calls, options):
+        module = make(**{**FUSIBLE, **options})
+        module(torch.randn(7, 128, dtype=module.args.parameter_dtype))
+        assert calls == []
+
+    def test_are_not_called_where_another_backend_is_asked_for(self, calls, monkeypatch):
+        module, x = make(**FUSIBLE), torch.randn(7, 128)
+        with use_backend("eager"):
+            module(x)
+        monkeypatch.setenv(ENVIRONMENT, "eager")
+        module(x)
+        assert calls == []
+        monkeypatch.setenv(ENVIRONMENT, "fellow")
+        module(x)
+        assert calls == ["permute", "glu", "unpermute"]
+
+    def test_are_not_called_for_rows_that_are_sorted_already(self, calls):
+        module = make(**FUSIBLE)
+        module.experts.mlp(torch.randn(7, 128), [2, 0, 3, 2])
+        assert calls == []
+
+    def test_are_not_needed_on_meta(self):
+        """Where no backend computes, none is looked for in vain."""
+        args = Arguments(**{**SMALL, **FUSIBLE, "device": "meta"})
+        assert dMoE(args)(torch.empty(7, 128, device="meta")).shape == (7, 128)
+
+    @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's own
+    def test_are_not_called_in_compiled_code(self, calls):
+        module, x = make(**FUSIBLE), torch.randn(7, 128)
+        compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+        out = compiled(x)
+        assert calls == []
+        assert torch.equal(out, make(**FUSIBLE, use_companions=False)(x))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_go_by_the_type_of_autocast(self, calls, dtype):
+        """That is the type of the products, and their backend does not take fp16."""
+        tensors = torch.randn(7, 8), torch.randn(4, 8, 8), torch.randn(4, 4, 8), torch.rand(7, 2)
+        with torch.autocast("cpu", dtype):
+            assert routed_glu(*tensors, torch.rand(7, 4).topk(2).indices).dtype == dtype
+            make(**FUSIBLE)(torch.randn(7, 128))
+        assert calls == (2 * ["permute", "glu", "unpermute"] if dtype == torch.bfloat16 else [])
+
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_are_chosen_with_the_problem_of_the_first_product(self, calls, transposed):
+        """So that one answer serves both, whatever way the weight lies."""
+        gate_up = torch.randn(4, 24, 8).transpose(1, 2) if transposed else torch.randn(4, 8, 24)
+        choose.cache_clear()
+        routed_glu(
+            torch.randn(7, 8),
+            gate_up,
+            torch.randn(4, 12, 8),
+            torch.rand(7, 2),
+            torch.rand(7, 4).topk(2).indices,
+        )
+        assert calls == ["permute", "glu", "unpermute"]
+        assert choose.cache_info().misses == 2  # one for each product
+
+    @pytest.mark.parametrize("options", [{"block": 16}, {"foreign": True}], ids=str)
+    def test_refuse_padding_and_foreign_ids(self, calls, options):
+        """Their kernels would read rows that are not there."""
+        routing = route(torch.randn(5, 4), 2)
+        permutation = sort_by_expert(routing.experts, 4, **options)
+        assert companions_for(torch.randn(5, 8), torch.randn(4, 8, 8), permutation, "fellow") is None
+        companions = get_backend("cpu", "fellow")
+        with pytest.raises(ValueError, match="no padding and no foreign ids"):
+            permute(torch.randn(5, 8), permutation, companions=companions)
+        with pytest.raises(ValueError, match="no padding and no foreign ids"):
+            unpermute(torch.randn(permutation.rows, 8), permutation, routing.weights, companions=companions)
+        assert calls == []
+
+    def test_tensors_that_do_not_fit_are_refused_before_them(self, calls):
+        experts = torch.tensor([[0], [1]])
+        weights = torch.ones(2, 1)
+        with pytest.raises(ValueError, match=r"T = 2, got shape \(3, 8\)"):
+            routed_glu(torch.randn(3, 8), torch.randn(2, 8, 8), torch.randn(2, 4, 8), weights, experts)
+        with pytest.raises(ValueError, match=r"weights must be \(T, K\) = \(2, 1\)"):
+            routed_glu(torch.randn(2, 8), torch.randn(2, 8, 8), torch.randn(2, 4, 8), weights.T, experts)
+        assert "unpermute" not in calls
+        with pytest.raises(ValueError, match=r"weight must be \(E, N, K\), got shape \(8, 2\)"):
+            routed_glu(torch.randn(2, 8), torch.randn(2, 8), torch.randn(2, 4, 8), weights, experts)

@@ -26,7 +26,7 @@ def test_ten_training_steps_lose_alike():
 
 
 def test_the_shared_expert_makes_no_grouped_product(monkeypatch):
-    import gmm_registry.layers.routed_experts as module
+    import gmm_registry.layers.products as module
 
     calls = []
     gmm = module.gmm

@@ -96,6 +96,7 @@ class Arguments:
     # ---------------------------------------------------------------------------------------------------
     dtype: torch.dtype | None = None  # None: as the flags fp16 and bf16 say, see `parameter_dtype`
     backend: str | None = None  # the implementation that the layer computes with; None: chosen by device
+    use_companions: bool = True  # where the backend has kernels for the steps around its products
     moe_router_score: str = "softmax"
     moe_softmax_after_top_k: bool = False
     moe_router_bias: bool = False  # DeepSeek-V3's correction bias, for the selection only

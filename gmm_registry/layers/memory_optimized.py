@@ -31,11 +31,15 @@ class Path:
 
     def gather(self, tokens: Tensor) -> Tensor:
         """Take tokens (T, H) to rows (R, H)."""
-        return tokens if self.permutation is None else permute(tokens, self.permutation)
+        if self.permutation is None:
+            return tokens
+        return permute(tokens, self.permutation, companions=self.products.companions)
 
     def combine(self, rows: Tensor, weights: Tensor | None) -> Tensor:
         """Take rows (R, H) to tokens (T, H), weighted with (T, K)."""
-        return rows if self.permutation is None else unpermute(rows, self.permutation, weights)
+        if self.permutation is None:
+            return rows
+        return unpermute(rows, self.permutation, weights, companions=self.products.companions)
 
 
 def experts(

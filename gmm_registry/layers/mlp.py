@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from gmm_registry.block_sparse import BLOCK, BlockSparseProducts
-from gmm_registry.contract import BatchSizes, autocast
+from gmm_registry.contract import BatchSizes, Companions, autocast
 from gmm_registry.layers.arguments import Arguments
+from gmm_registry.layers.companions import companions_for
 from gmm_registry.layers.memory_optimized import Path, experts, memory_optimized_experts
 from gmm_registry.layers.permute import Permutation
 from gmm_registry.layers.products import GroupedProducts, Products, SparseProducts
@@ -75,9 +76,11 @@ class ExpertMLP(nn.Module):
         """Apply bias and activation to the first product."""
         return self.args.activation_fn(inner if bias is None else products.add_bias(inner, bias))
 
-    def products(self, batch_sizes: BatchSizes, device: torch.device) -> Products:
+    def products(
+        self, batch_sizes: BatchSizes, device: torch.device, companions: Companions | None = None
+    ) -> Products:
         """Return the products for rows of these counts."""
-        return GroupedProducts(batch_sizes, self.args.backend)
+        return GroupedProducts(batch_sizes, self.args.backend, companions)
 
     def forward(self, x: Tensor, batch_sizes: BatchSizes | Tensor) -> Tensor:
         """Compute rows that are sorted by expert.
@@ -107,23 +110,18 @@ class ExpertMLP(nn.Module):
     def _run(
         self, x: Tensor, weights: Tensor | None, counts: BatchSizes, permutation: Permutation | None
     ) -> Tensor:
-        products = self.products(counts, x.device)
+        x, first, second = map(autocast, (x, *self.weights()))
+        companions = None
+        if permutation is not None and self.args.use_companions:
+            companions = companions_for(x, first, permutation, self.args.backend)
+        products = self.products(counts, x.device, companions)
 
         def activate(inner: Tensor, bias: Tensor | None) -> Tensor:
             return self.activate(products, inner, bias)
 
         run = memory_optimized_experts if self.args.memory_optimized_mlp else experts
-        first, second = self.weights()
         b1, b2 = (None if bias is None else autocast(bias) for bias in (self.b1, self.b2))
-        return run(
-            Path(products, activate, permutation),
-            autocast(x),
-            weights,
-            autocast(first),
-            autocast(second),
-            b1,
-            b2,
-        )
+        return run(Path(products, activate, permutation), x, weights, first, second, b1, b2)
 
 
 class ExpertGLU(ExpertMLP):
@@ -154,8 +152,9 @@ class ExpertGLU(ExpertMLP):
         return self.w1v1
 
     def activate(self, products: Products, inner: Tensor, bias: Tensor | None) -> Tensor:
-        gate, up = products.halves(inner if bias is None else products.add_bias(inner, bias))
-        return self.args.activation_fn(gate) * up
+        return products.glu(
+            inner if bias is None else products.add_bias(inner, bias), self.args.activation_fn
+        )
 
 
 def _save_apart(module: ExpertGLU, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -189,7 +188,9 @@ class _Sparse(ExpertMLP):
 
     block = BLOCK
 
-    def products(self, batch_sizes: BatchSizes, device: torch.device) -> Products:
+    def products(
+        self, batch_sizes: BatchSizes, device: torch.device, companions: Companions | None = None
+    ) -> Products:
         asked = self.args.backend or requested(None, device.type)
         backend = get_backend(device, asked or "megablocks_sparse")
         if not isinstance(backend, BlockSparseProducts):

@@ -20,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from gmm_registry.batch_sizes import BatchSizes
+from gmm_registry.contract import BatchSizes, Companions
 from gmm_registry.layers.router import count_sorted
 
 _GATHERED = 2**26  # numbers gathered at once, 128 MiB in bf16
@@ -133,54 +133,74 @@ def _check_range(ids: Tensor, counts: Tensor) -> None:
         )
 
 
-def permute(x: Tensor, permutation: Permutation) -> Tensor:
+def permute(x: Tensor, permutation: Permutation, *, companions: Companions | None = None) -> Tensor:
     """Copy tokens to their rows.
 
     Args:
         x: (T, H).
         permutation: from `sort_by_expert`.
+        companions: a backend with a kernel for this, which takes no padding and no foreign ids; None: torch.
 
     Returns:
         (R, H), the dtype of x; 0 in padding. The gradient of a token is the sum over its rows, taken in fp32.
 
     Raises:
-        ValueError: x is not (T, H) for the T of the permutation.
+        ValueError: x is not (T, H) for the T of the permutation, or the companions do not take it.
     """
     tokens = permutation.slot_row.shape[0]
     if x.dim() != 2 or x.shape[0] != tokens:
         raise ValueError(f"x must be (T, H) with T = {tokens}, got shape {tuple(x.shape)}")
+    if companions is not None:
+        return companions.permute(x, _every_row(permutation))
     return _apply(_Permute, x, None, *_indices(permutation))
 
 
-def unpermute(rows: Tensor, permutation: Permutation, weights: Tensor | None = None) -> Tensor:
+def unpermute(
+    rows: Tensor,
+    permutation: Permutation,
+    weights: Tensor | None = None,
+    *,
+    companions: Companions | None = None,
+) -> Tensor:
     """Add up each token's rows, each times its weight.
 
-    The sum is taken in fp32, with weights in the order of k, and rounded once. Padding is not read.
+    The sum is taken in fp32, with weights in the order of k, and rounded once. Padding is not read. How
+    companions add up is theirs to say.
 
     Args:
         rows: (R, H).
         permutation: from `sort_by_expert`.
         weights: (T, K), used in fp32; None: all 1.
+        companions: as in `permute`.
 
     Returns:
         (T, H), the dtype of rows; 0 for a token all of whose choices were dropped.
 
     Raises:
-        ValueError: rows are not the R of the permutation, or weights not its (T, K).
+        ValueError: rows are not the R of the permutation, or weights not its (T, K), or the companions do
+            not take it.
     """
     if rows.dim() != 2 or rows.shape[0] != permutation.rows:
         raise ValueError(
             f"rows must be (R, H) with R = {permutation.rows}, padding included, "
             f"got shape {tuple(rows.shape)}"
         )
+    if weights is not None and weights.shape != permutation.slot_row.shape:
+        raise ValueError(
+            f"weights must be (T, K) = {tuple(permutation.slot_row.shape)}, got shape {tuple(weights.shape)}"
+        )
+    if companions is not None:
+        return companions.unpermute(rows, _every_row(permutation), weights)
     if weights is not None:
-        if weights.shape != permutation.slot_row.shape:
-            raise ValueError(
-                f"weights must be (T, K) = {tuple(permutation.slot_row.shape)}, "
-                f"got shape {tuple(weights.shape)}"
-            )
         weights = weights.to(_wide(rows))
     return _apply(_Combine, rows, weights, *_indices(permutation))
+
+
+def _every_row(permutation: Permutation) -> Tensor:
+    """Return the row of each choice for companions, which trust that every row is there once."""
+    if permutation.padded or permutation.foreign:
+        raise ValueError("companions take no padding and no foreign ids: leave them out")
+    return permutation.slot_row
 
 
 def _indices(permutation: Permutation) -> tuple[Tensor, Tensor, Tensor, bool, bool]:

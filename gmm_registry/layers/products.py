@@ -10,18 +10,22 @@ Shape letters: R rows, E experts, F width of a weight, H hidden, M rows padded t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from gmm_registry.block_sparse import BLOCK, BlockSparseProducts, Topology
-from gmm_registry.contract import BatchSizes
+from gmm_registry.contract import BatchSizes, Companions
 from gmm_registry.ops import gmm, gmm_into, weight_grad
 
 
 class Products(ABC):
     """Multiply rows (R, H) with the experts' weights (E, F, H), differentiably."""
+
+    companions: Companions | None = None  # who does the steps around them; None: torch
 
     @abstractmethod
     def expand(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -42,6 +46,13 @@ class Products(ABC):
     def halves(self, inner: Tensor) -> tuple[Tensor, Tensor]:
         """Split the inner of a weight of width 2 F into those of its first and of its second F."""
 
+    def glu(self, inner: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """Give ``activation(gate) * up`` for the inner of a weight of width 2 F, the gate first."""
+        if self.companions is not None and (activation is F.silu or type(activation) is nn.SiLU):
+            return self.companions.glu(inner)
+        gate, up = self.halves(inner)
+        return activation(gate) * up
+
     @abstractmethod
     def add_bias(self, inner: Tensor, bias: Tensor) -> Tensor:
         """Add each expert's bias (E, F) to its rows."""
@@ -60,10 +71,12 @@ class Products(ABC):
 
 
 class GroupedProducts(Products):
-    """The grouped formulation: any gmm backend serves."""
+    """The grouped formulation: any gmm backend serves, and its companions if it has them."""
 
-    def __init__(self, batch_sizes: BatchSizes, backend: str | None) -> None:
-        self.batch_sizes, self.backend = batch_sizes, backend
+    def __init__(
+        self, batch_sizes: BatchSizes, backend: str | None, companions: Companions | None = None
+    ) -> None:
+        self.batch_sizes, self.backend, self.companions = batch_sizes, backend, companions
 
     def expand(self, rows: Tensor, weight: Tensor) -> Tensor:
         return gmm(rows, weight, self.batch_sizes, trans_b=True, backend=self.backend)

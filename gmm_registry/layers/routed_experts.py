@@ -10,8 +10,9 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
+from gmm_registry.layers.companions import companions_for
 from gmm_registry.layers.permute import permute, sort_by_expert, unpermute
-from gmm_registry.ops import gmm
+from gmm_registry.layers.products import GroupedProducts
 
 
 def routed_glu(
@@ -23,6 +24,7 @@ def routed_glu(
     *,
     activation: Callable[[Tensor], Tensor] = F.silu,
     backend: str | None = None,
+    use_companions: bool = True,
 ) -> Tensor:
     """Compute ``sum over k of weights[t, k] * (act(x @ gate) * (x @ up)) @ down`` of the chosen experts.
 
@@ -37,6 +39,7 @@ def routed_glu(
         experts: ids from 0 to E - 1, (T, K).
         activation: of the gate.
         backend: as in `gmm`.
+        use_companions: where the backend has kernels for the steps around its products.
 
     Returns:
         (T, H), the dtype of x.
@@ -44,7 +47,10 @@ def routed_glu(
     Source: ``Qwen3_5MoeExperts`` of transformers 5.24.
     """
     permutation = sort_by_expert(experts, gate_up.shape[0])
-    sizes = permutation.batch_sizes
-    gate, up = gmm(permute(x, permutation), gate_up, sizes, backend=backend).chunk(2, dim=-1)
-    rows = gmm(activation(gate) * up, down, sizes, backend=backend)
-    return unpermute(rows, permutation, weights)
+    first = gate_up.mT
+    companions = companions_for(x, first, permutation, backend) if use_companions else None
+    products = GroupedProducts(permutation.batch_sizes, backend, companions)
+    rows = permute(x, permutation, companions=companions)
+    inner = products.glu(products.expand(rows, first), activation)
+    rows = products.contract(inner, down)
+    return unpermute(rows, permutation, weights, companions=companions)

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch_npu
-from npu_memory import record
+from npu_memory import host, record
 
 from gmm_registry import BackendUnavailableError, BatchSizes, Problem, explain, get_backend, gmm, use_backend
+from gmm_registry.accelerator import synchronize
 from gmm_registry.testing import BackendParityTests, Case, compare, reference_gmm, reference_grads
 from gmm_registry.testing.parity import Outputs, differences, expected, run
 
@@ -154,6 +155,68 @@ def test_counts_cross_once(inputs):
         gmm(gmm(x, weight, sizes), weight, sizes, trans_b=True).sum().backward()
     assert log.crossings("to device") == []
     assert [event.numbers for event in log.crossings("to host")] == [len(counts)]
+
+
+@pytest.fixture
+def collective(monkeypatch):
+    """Return a function that gathers counts as HCCL does: they are there once the device was waited for.
+
+    Its list ``waits`` has each device that was.
+    """
+    pending = []
+
+    def gather(counts):
+        gathered = torch.empty(len(counts), dtype=torch.int64, device="npu")
+        host(gathered).fill_(-1)
+        pending.append((gathered, counts))
+        return gathered
+
+    def synchronize(device=None):
+        gather.waits.append(device)
+        while pending:
+            gathered, counts = pending.pop()
+            host(gathered).copy_(counts)
+
+    gather.waits = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", synchronize)
+    return gather
+
+
+def test_gathered_counts_are_read_after_the_collective(collective, inputs):
+    """twinkle 252: HCCL runs on a stream of its own, and counts that were read too early were negative."""
+    x, weight, counts, _ = inputs
+    want = gmm(x, weight, counts)
+    with record() as log:
+        got = gmm(x, weight, BatchSizes.from_device(collective(counts), gathered=True))
+    assert torch.equal(got, want)
+    assert collective.waits == [torch.device("npu", 0)]
+    (crossing,) = log.crossings("to host")
+    assert not crossing.non_blocking
+
+
+def test_other_counts_are_not_waited_for(collective, inputs):
+    """And those of a collective, read too early, are found out."""
+    x, weight, counts, _ = inputs
+    gmm(x, weight, BatchSizes.from_device(counts.to("npu")))
+    with pytest.raises(ValueError, match="is negative"):
+        gmm(x, weight, BatchSizes.from_device(collective(counts)))
+    assert collective.waits == []
+
+
+def test_counts_on_cuda_are_not_waited_for(collective):
+    """There a copy on the current stream waits for the collective by itself."""
+
+    class OnCuda(torch.Tensor):
+        is_cuda = True
+
+    BatchSizes.from_device(collective(torch.tensor([2, 3])).as_subclass(OnCuda), gathered=True)
+    assert collective.waits == []
+
+
+@pytest.mark.parametrize("device", ["npu", "npu:0", "cpu", "meta", "cuda"])
+def test_any_device_can_be_waited_for(device):
+    """On the device itself; for all but it nothing is done."""
+    synchronize(torch.device(device))
 
 
 @pytest.mark.parametrize("counts", [(1, 2), (60, 5), (-1, 65), (3,)])

@@ -126,6 +126,9 @@ def test_notes_what_crosses():
     ]
     assert log.reading(there) == ["copy", "aten::sum.IntList_out", "copy", "aten::nonzero"]
     with record() as log:
+        torch.empty(5).copy_(there, non_blocking=True)
+    assert [event.non_blocking for event in log.events] == [True]
+    with record() as log:
         there.view(1, 5).transpose(0, 1)[2:].detach()
     assert log.events == []
 

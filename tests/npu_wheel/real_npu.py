@@ -23,10 +23,6 @@ _aten = torch.library.Library("aten", "IMPL")
 _npu = torch.library.Library("npu", "IMPL")
 
 
-def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    return copy(target, source)
-
-
 def _matmul_backward(
     grad: Tensor, self: Tensor, other: Tensor, mask: list[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -45,7 +41,7 @@ def _replace_kernels() -> int:
         operator: Any = getattr(getattr(torch.ops.aten, packet, None), overload or "default", None)
         if operator is None or operator.is_view or packet == "matmul_backward":
             continue
-        _aten.impl(rest, _copy if rest == "copy_" else partial(compute, operator), "PrivateUse1")
+        _aten.impl(rest, copy if rest == "copy_" else partial(compute, operator), "PrivateUse1")
         replaced += 1
     _aten.impl("matmul_backward", _matmul_backward, "PrivateUse1")
     for name, kernel in {**KERNELS, **FORWARD_FOR_GRADIENT}.items():

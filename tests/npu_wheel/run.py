@@ -20,7 +20,7 @@ from pathlib import Path
 
 TORCH = "torch==2.13.0"
 TORCH_NPU = "torch_npu==2.13.0"
-AT_LEAST = 230  # tests
+AT_LEAST = 255  # tests
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -203,6 +203,8 @@ def _permute_grad(
     _check_tensors(_FLOATS, grad_permuted_tokens=grad_permuted_tokens)
     _check(tokens_size_0 * num_topK == len(grad_permuted_tokens) and not padded_mode, "shapes do not fit")
     rows = host(grad_permuted_tokens)[_positions(sorted_indices)].float()
+    inputs = [grad_permuted_tokens, sorted_indices]
+    note("npu::npu_moe_token_permute_grad_v2", "kernel", inputs, tokens_size_0 * rows.shape[1])
     return device(rows.view(tokens_size_0, num_topK, -1).sum(1).to(tokens_dtype))
 
 
@@ -259,6 +261,8 @@ def _unpermute_grad(
     grad_rows[position] = (wide * host(probs).float()[..., None]).flatten(0, 1)
     rows = host(permuted_tokens)[position].float().view(*probs.shape, -1)
     grad_probs = (rows * wide).sum(-1)
+    inputs = [grad, sorted_indices, probs, permuted_tokens]
+    note("npu::npu_moe_token_unpermute_grad_v2", "kernel", inputs, grad_rows.numel() + grad_probs.numel())
     return device(grad_rows.to(permuted_tokens_dtype)), device(grad_probs.to(probs.dtype))
 
 
@@ -284,6 +288,7 @@ def _swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tenso
     gate, up = host(input).float().chunk(2, -1)
     grad, share = host(grad_output).float(), gate.sigmoid()
     grad_gate = grad * up * share * (1 + gate * (1 - share))
+    note("npu::npu_swiglu_backward", "kernel", [grad_output, input], input.numel())
     return device(torch.cat([grad_gate, grad * gate * share], -1).to(input.dtype))
 
 

@@ -33,6 +33,7 @@ class Event:
     kind: str  # "kernel", "to device", "to host"
     read: frozenset[int]  # where the memory of its inputs begins
     numbers: int  # elements of its results, or of what crossed
+    non_blocking: bool = False  # whether a copy was asked for that nobody waits for
 
 
 @dataclass
@@ -68,12 +69,12 @@ def record() -> Iterator[Log]:
         _logs.remove(log)
 
 
-def note(name: str, kind: str, inputs: Any, numbers: int) -> None:
+def note(name: str, kind: str, inputs: Any, numbers: int, non_blocking: bool = False) -> None:
     """Add an event to every log that is open."""
     if _logs:
         read = frozenset(t.untyped_storage().data_ptr() for t in tree_leaves(inputs) if is_npu(t))
         for log in _logs:
-            log.events.append(Event(name, kind, read, numbers))
+            log.events.append(Event(name, kind, read, numbers, non_blocking))
 
 
 def is_npu(value: object) -> bool:
@@ -102,7 +103,7 @@ def device(tensor: Tensor) -> Tensor:
 def copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Copy within the device or across its border."""
     kinds = {(True, True): "kernel", (False, True): "to device", (True, False): "to host"}
-    note("copy", kinds[is_npu(source), is_npu(target)], [source], source.numel())
+    note("copy", kinds[is_npu(source), is_npu(target)], [source], source.numel(), non_blocking)
     host(target).copy_(host(source))
     return target
 

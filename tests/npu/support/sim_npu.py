@@ -87,7 +87,7 @@ def _resize(tensor: Tensor, size: list[int], memory_format: Any = None) -> Tenso
 
 
 def _copy_from(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
-    return copy(target, source)
+    return copy(target, source, non_blocking)
 
 
 def _any_other(op: Any, *args: Any, **kwargs: Any) -> Any:
