@@ -240,8 +240,8 @@ class TestAcrossMachines:
         with safe_open(golden, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             told = file.metadata()
-        for name in ("digests", "inputs", "environment"):
-            for changed in ({k: v for k, v in told.items() if k != name}, {**told, name: "[1]"}):
+        for name in ("digests", "inputs", "environment", "refused"):
+            for changed in ({k: v for k, v in told.items() if k != name}, {**told, name: "1"}):
                 save_file(tensors, golden, changed)
                 result = run("parity", "--device", "cpu", "--against", golden)
                 assert result.exit_code == 2, (name, result.output)
@@ -252,6 +252,20 @@ class TestAcrossMachines:
         result = run("parity", "--device", "cpu", "--against", golden)
         assert result.exit_code == 2
         assert "holds no outputs of case" in result.stderr
+
+    def test_a_case_that_was_refused_there_is_not_compared(self, run, golden):
+        with safe_open(golden, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            told = file.metadata()
+        kept = {name: tensor for name, tensor in tensors.items() if "|last group empty|" not in name}
+        digests = {name: digest for name, digest in json.loads(told["digests"]).items() if name in kept}
+        assert told["refused"] == "[]"
+        save_file(kept, golden, {**told, "digests": json.dumps(digests), "refused": '["last group empty"]'})
+        result = run("parity", "--device", "cpu", "--backend", "eager", "--against", golden)
+        assert result.exit_code == 0, result.output
+        theirs = result.stdout.partition("any.eager on cpu against any.eager")[2]
+        assert "float32, trans_b" in theirs
+        assert "last group empty" not in theirs
 
     def test_a_file_without_outputs_is_refused(self, run, golden):
         with safe_open(golden, "pt") as file:

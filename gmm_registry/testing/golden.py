@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,14 +21,20 @@ class GoldenError(ValueError):
 
 @dataclass(frozen=True)
 class Golden:
-    """Outputs by backend and case, with where they came from and the fingerprint of each case's inputs."""
+    """Outputs by backend and case, with where they came from and the fingerprint of each case's inputs.
+
+    ``refused`` are the cases that none of the backends took.
+    """
 
     environment: dict[str, str]
     inputs: dict[str, str]
+    refused: frozenset[str]
     outputs: dict[tuple[str, str], Outputs]
 
 
-def save(path: Path, device: str, cases: Iterable[Case], outputs: Mapping[tuple[str, str], Outputs]) -> None:
+def save(
+    path: Path, device: str, cases: Collection[Case], outputs: Mapping[tuple[str, str], Outputs]
+) -> None:
     """Write outputs, keyed by backend and case name, to a safetensors file."""
     from safetensors.torch import save_file
 
@@ -41,6 +47,7 @@ def save(path: Path, device: str, cases: Iterable[Case], outputs: Mapping[tuple[
         "format": _FORMAT,
         "environment": json.dumps(environment.describe(device)),
         "inputs": json.dumps({case.name: case.inputs().fingerprint() for case in cases}),
+        "refused": json.dumps(sorted({case.name for case in cases} - {case for _, case in outputs})),
         "digests": json.dumps({name: digest(tensor) for name, tensor in tensors.items()}),
     }
     save_file(tensors, path, metadata)
@@ -69,6 +76,7 @@ def load(path: Path) -> Golden:
         digests, inputs, where = (
             dict(json.loads(metadata[name])) for name in ("digests", "inputs", "environment")
         )
+        refused = frozenset(json.loads(metadata["refused"]))
     except (KeyError, TypeError, ValueError) as error:
         raise GoldenError(f"{path} is damaged; its metadata cannot be read: {error!r}") from error
     wanted = digests.keys() | {
@@ -88,18 +96,19 @@ def load(path: Path) -> Golden:
         )
         for backend, case in {tuple(name.split(_SEPARATOR)[:2]) for name in tensors}
     }
-    return Golden(where, inputs, outputs)
+    return Golden(where, inputs, refused, outputs)
 
 
 def check_inputs(golden: Golden, cases: Iterable[Case]) -> None:
     """Raise GoldenError if a case or its outputs are missing there, or it was computed from other inputs."""
     if not golden.outputs:
         raise GoldenError("the file holds no outputs: no backend could run where it was saved")
-    there = {case for _, case in golden.outputs}
+    there = {case for _, case in golden.outputs} | golden.refused
     for case in cases:
         if case.name not in there:
             raise GoldenError(
-                f"the file holds no outputs of case {case.name!r}: no backend could run it there"
+                f"the file holds no outputs of case {case.name!r}, nor that they were refused: "
+                "another version wrote it, or part of it is gone"
             )
         if case.name not in golden.inputs:
             raise GoldenError(f"the file has no case {case.name!r}: another version wrote it")
