@@ -6,14 +6,13 @@ starts this module again in a process of its own.
 """
 
 import os
-import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+from interpreter import run_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gmm_backends import _triton as requirements
@@ -367,23 +366,7 @@ def test_every_tile(products, topology, n, k):
 @pytest.mark.slow
 def test_the_kernels_without_a_gpu():
     """All tests of the products, on the CPU, under Triton's interpreter."""
-    pytest.importorskip("numpy", reason="Triton's interpreter needs NumPy")
-    if version("triton").startswith("3.6."):
-        pytest.skip("the interpreter of triton 3.6 converts arrays as NumPy has ceased to allow")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "interpreter"]
-    done = subprocess.run(
-        command,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed
-    assert int(passed[1]) >= 50
-    assert "skipped" not in done.stdout
+    assert run_interpreted(__file__, "-k", "interpreter") >= 50
 
 
 TARGETS = {  # compute capability or architecture, bytes of shared memory a program may have

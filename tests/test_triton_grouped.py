@@ -4,15 +4,9 @@ The kernels for Hopper have no interpreter. Here it is shown that they compile f
 compute is tested where one is.
 """
 
-import os
-import re
-import subprocess
-import sys
-from importlib.metadata import version
-from pathlib import Path
-
 import pytest
 import torch
+from interpreter import run_interpreted
 from triton_operands import DTYPES, dirty, operands, outer, product
 
 from gmm_backends import _triton, triton_grouped
@@ -93,23 +87,7 @@ def test_parts_are_made_of_long_groups_only(monkeypatch):
 @needs_triton
 @pytest.mark.slow
 def test_the_plain_kernels_without_a_gpu():
-    """On the CPU, under Triton's interpreter, which is chosen before triton is imported."""
-    pytest.importorskip("numpy", reason="Triton's interpreter needs NumPy")
-    if version("triton").startswith("3.6."):
-        pytest.skip("the interpreter of triton 3.6 converts arrays as NumPy has ceased to allow")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/interpreted"],
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed
-    assert int(passed[1]) >= 150
-    assert "skipped" not in done.stdout
+    assert run_interpreted("tests/interpreted") >= 150
 
 
 @needs_triton

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from gmm_registry import environment
 from gmm_registry.cli.choice import plain_errors
+from gmm_registry.cli.files import check_writable
 from gmm_registry.cli.layers import show_layers
 from gmm_registry.registry import get_backend
 from gmm_registry.testing.cases import CASES
@@ -54,7 +54,7 @@ def parity(
     if console.width < _NARROWEST:
         console = Console(width=_NARROWEST)
     with plain_errors():
-        _check_writable(json_file, save_file)
+        check_writable(json=json_file, save=save_file)
     if layers:
         with plain_errors():
             if save_file or against:
@@ -93,18 +93,6 @@ def parity(
         report["results"] = [result.as_json() for result in results]
         json_file.write_text(json.dumps(report, indent=1))
     _summarise(console, results, strict=bool(backend))
-
-
-def _check_writable(*files: Path | None) -> None:
-    """Find out before the run, not after it, that a result has nowhere to go."""
-    given = [file for file in files if file is not None]
-    for file in given:
-        if not file.parent.is_dir():
-            raise ValueError(f"{file} cannot be written: there is no folder {file.parent}")
-        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise ValueError(f"{file} cannot be written")
-    if len(set(given)) < len(given):
-        raise ValueError(f"--json and --save both name {given[0]}")
 
 
 def _tables(device: str, results: list[Result]) -> Iterator[Table]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from gmm_registry.cli.bench.run import run
 from gmm_registry.cli.bench.shapes import SHAPES
 from gmm_registry.cli.bench.table import show
 from gmm_registry.cli.choice import Dtype, plain_errors
+from gmm_registry.cli.files import check_writable
 from gmm_registry.measure import DISTRIBUTIONS
 
 _NARROWEST = 104  # columns that the tables need
@@ -83,7 +83,7 @@ def bench(
     with plain_errors():
         if plot_file:
             check_image(plot_file)
-        _check_writable(json_file, plot_file)
+        check_writable(json=json_file, plot=plot_file)
         if from_file:
             if given := [name for name, value in measuring.items() if value]:
                 raise ValueError(f"--from measures nothing, so {', '.join(given)} cannot be with it")
@@ -114,11 +114,3 @@ def _passed(report: Report, *, strict: bool) -> bool:
     entries = [entry for cell in report.cells for entry in cell.entries]
     refused = strict and any(cell.refusals for cell in report.cells)
     return bool(entries) and not refused and not any(entry.fault for entry in entries)
-
-
-def _check_writable(*files: Path | None) -> None:
-    """Find out before the run, not after it, that a result has nowhere to go."""
-    for file in filter(None, files):
-        place = file if file.exists() else file.parent
-        if file.is_dir() or not place.exists() or not os.access(place, os.W_OK):
-            raise ValueError(f"{file} cannot be written")
