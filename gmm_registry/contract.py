@@ -77,14 +77,22 @@ class Problem:
     skew: int | None = None  # as `BatchSizes.skew`
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, trans_b: bool = False) -> Problem:
-        """Describe the call ``gmm(x, weight, ..., trans_b)``, under autocast if that is on, for `explain`.
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        batch_sizes: BatchSizes | Tensor | Iterable[int] | None = None,
+        trans_b: bool = False,
+    ) -> Problem:
+        """Describe the call ``gmm(x, weight, batch_sizes, trans_b)``, under autocast if that is on.
+
+        Without ``batch_sizes`` the skew is not known, as it is not for counts from the device.
 
         Raises:
-            ValueError: x is not (R, K) or weight not three-dimensional.
+            ValueError: x is not (R, K) or weight not three-dimensional, or the counts are none.
             TypeError: their dtypes differ.
         """
-        x, weight, _, trans_b = prepare(x, weight, (), trans_b)
+        x, weight, sizes, trans_b = prepare(x, weight, () if batch_sizes is None else batch_sizes, trans_b)
         if x.dim() != 2 or weight.dim() != 3:
             raise ValueError(
                 f"x must be (R, K) and weight (E, K, N), got {tuple(x.shape)} and {tuple(weight.shape)}"
@@ -93,7 +101,8 @@ class Problem:
             raise TypeError(f"x is {x.dtype}, but weight is {weight.dtype}")
         groups, k, n = weight.shape
         direction: Direction = "grad_x" if trans_b else "forward"
-        return cls(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n, direction)
+        skew = None if batch_sizes is None else sizes.skew
+        return cls(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n, direction, skew)
 
     def __str__(self) -> str:
         where = self.device if self.index is None else f"{self.device}:{self.index}"
@@ -171,6 +180,10 @@ class GroupedMatmulBackend(ABC):
         """Tell the instance its name and the device type it serves; the registry does this."""
         self.key, self.device = key, device
         return self
+
+    def __repr__(self) -> str:
+        bound = f"{self.key} on {self.device}" if hasattr(self, "key") else "not bound"
+        return f"<{type(self).__name__}: {bound}>"
 
     @property
     def impl(self) -> str:

@@ -632,3 +632,10 @@ def test_explain_sees_autocast() -> None:
 def test_a_name_is_a_str(name: object) -> None:
     with pytest.raises(TypeError, match="a str such as 'eager'"), use_backend(name):  # type: ignore[arg-type]
         pass
+
+
+def test_explain_knows_the_skew_if_it_gets_the_counts():
+    x, weight = torch.ones(4, 2), torch.ones(2, 2, 3)
+    assert Problem.of(x, weight).skew is None
+    assert Problem.of(x, weight, [4, 0]).skew == 2
+    assert Problem.of(x, weight, BatchSizes([2, 2])).skew == 1

@@ -71,6 +71,12 @@ def explain(
     direction: Annotated[
         Product, typer.Option(help="Rows by the weight, rows by its transpose, or rows by rows.")
     ] = Product.forward,
+    skew: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Rows of the longest group over the mean, up to a power of two; default: not known."
+        ),
+    ] = None,
 ) -> None:
     """Say of every backend whether it accepts, with all its reasons where it does not, and who chose.
 
@@ -80,7 +86,7 @@ def explain(
         problem = None
         if groups is not None:
             problem = problem_of(device, dtype, rows, groups, k, n)
-            problem = replace(problem, direction=direction.value)
+            problem = replace(problem, direction=direction.value, skew=skew)
         typer.echo(registry.explain(device, problem))
 
 

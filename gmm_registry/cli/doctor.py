@@ -11,7 +11,7 @@ import typer
 
 from gmm_registry import environment, registry
 from gmm_registry.errors import GmmRegistryError
-from gmm_registry.registry import discovery
+from gmm_registry.registry import cache, discovery
 from gmm_registry.registry.request import ENVIRONMENT
 from gmm_registry.registry.verdicts import describe
 
@@ -36,6 +36,9 @@ def doctor() -> None:
         except GmmRegistryError as error:
             broken = True
             typer.secho(f"  {device}: {error}", fg="red")
+
+    typer.echo("cache of measured choices")
+    typer.echo(f"  {cache.location() or 'off'}")
 
     typer.echo("plugins")
     for name, offers in discovery.offers().items():

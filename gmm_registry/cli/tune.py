@@ -19,7 +19,12 @@ def tune(
     k: Inner = 1024,
     n: Outer = 1024,
     groups: Annotated[int, typer.Option(min=1, help="Number of groups.")] = 8,
-    seconds: Annotated[float, typer.Option(min=0, help="How long all of it may take.")] = 10,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0, help="How long to measure, about; a few calls of each backend are made in any case."
+        ),
+    ] = 10,
     save: Annotated[
         bool, typer.Option("--save/--no-save", help="Keep the choice for later processes.")
     ] = True,

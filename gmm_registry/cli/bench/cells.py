@@ -57,7 +57,7 @@ def _cell(
     where = f"{shape.name}, {distribution}"
     rows = group_sizes(distribution, shape.rows, shape.groups)
     sizes = BatchSizes(rows)  # one for all calls: the check leaves every form of the counts there
-    problem = Problem.of(operands.x, operands.weight)
+    problem = Problem.of(operands.x, operands.weight, sizes)
     verdicts = [verdict for verdict in explain(plan.device, problem).verdicts if verdict.key in plan.keys]
     refusals = {str(v.key): list(v.reasons) for v in verdicts if isinstance(v, Rejected)}
     names = [name for verdict in verdicts if (name := str(verdict.key)) not in refusals]
@@ -81,7 +81,7 @@ def _cell(
             rows, shape.k, shape.n, plan.dtype, weight_grad=direction == "grad_w"
         )
         if plan.automatic:
-            called = replace(problem, direction=direction, skew=sizes.skew)
+            called = replace(problem, direction=direction)
             chosen[direction] = str(explain(plan.device, called).chosen)
     entries = [Entry(name, times[name], *checked[name]) for name in contenders]
     return Cell(shape, distribution, max(rows), rows.count(0), limits, chosen, refusals, entries)
