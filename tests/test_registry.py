@@ -22,6 +22,7 @@ from gmm_registry import (
     Accepted,
     BackendKey,
     BackendUnavailableError,
+    BatchSizes,
     GroupedMatmulBackend,
     Problem,
     Rejected,
