@@ -213,7 +213,7 @@ class GroupedMatmulBackend(ABC):
         Args:
             x: (R, K).
             weight: (E, K, N), or (E, N, K) with ``trans_b``.
-            out: (R, N), written in place and returned, if given.
+            out: (R, N) of any strides, written in place and returned, if given.
 
         Returns:
             (R, N), the dtype of x.
@@ -234,8 +234,8 @@ class GroupedMatmulBackend(ABC):
         Args:
             x: (R, K).
             grad_out: (R, N).
-            out: (E, K, N) of the dtype of x or fp32 (a Megatron-style ``main_grad``), written in place
-                and returned, if given.
+            out: (E, K, N) of the dtype of x or fp32 (a Megatron-style ``main_grad``), of any strides,
+                written in place and returned, if given.
             accumulate: add to ``out`` instead of overwriting it.
 
         Returns:

@@ -263,8 +263,11 @@ def _gmm(
 ) -> Tensor:
     rows, n = _gmm_shape(x, weight, sizes.counts, trans_b)
     sizes.check(rows)
-    if out is not None and (out.shape != (rows, n) or out.dtype != x.dtype):
-        raise ValueError(f"out must be ({rows}, {n}) {x.dtype}, got {tuple(out.shape)} {out.dtype}")
+    if out is not None and (out.shape != (rows, n) or out.dtype != x.dtype or out.device != x.device):
+        raise ValueError(
+            f"out must be ({rows}, {n}) {x.dtype} on {x.device}, "
+            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+        )
     if 0 in (rows, n, x.shape[1]):
         _check_name(name, x, weight.shape)
         return x.new_zeros(rows, n) if out is None else out.zero_()

@@ -35,7 +35,7 @@ from gmm_registry import (
 )
 from gmm_registry.registry import request
 from gmm_registry.registry.explanation import Explanation, rank, winner
-from gmm_registry.registry.request import ENVIRONMENT
+from gmm_registry.registry.request import ENVIRONMENT, requested
 
 pytestmark = pytest.mark.usefixtures("fresh_registry")
 
@@ -633,6 +633,15 @@ def test_explain_sees_autocast() -> None:
 def test_a_name_is_a_str(name: object) -> None:
     with pytest.raises(TypeError, match="a str such as 'eager'"), use_backend(name):  # type: ignore[arg-type]
         pass
+
+
+def test_a_task_started_in_a_block_goes_by_it_after_its_end():
+    x, weight = torch.ones(4, 2), torch.ones(2, 2, 3)
+    with use_backend("eager"):
+        context = contextvars.copy_context()
+    assert requested(None, "cpu") == ""
+    assert context.run(requested, None, "cpu") == "eager"
+    assert context.run(gmm, x, weight, [4, 0]).shape == (4, 3)
 
 
 def test_explain_knows_the_skew_if_it_gets_the_counts():

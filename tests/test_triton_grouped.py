@@ -66,7 +66,85 @@ def test_refusals(monkeypatch):
     monkeypatch.setattr(triton_grouped, "_capability", lambda *_: (7, 5))
     assert "compute capability 7.5 < 8.0" in backend.rejections(ordinary())
     monkeypatch.setattr(triton_grouped, "missing_triton", lambda: ["triton is not installed"])
-    assert "triton is not installed" in backend.rejections(ordinary())
+    assert "triton is not installed" in triton_grouped.TritonGrouped().rejections(ordinary())
+
+
+@needs_triton
+def test_what_the_kernels_for_hopper_can_address():
+    from gmm_backends.triton_grouped import launch_hopper
+
+    storage = torch.empty(1024, dtype=torch.bfloat16)
+    assert storage.data_ptr() % 16 == 0
+    assert launch_hopper.takes(storage.view(16, 64), storage.view(2, 8, 64))
+    assert not launch_hopper.takes(storage[:960].view(16, 60))  # rows of 120 bytes
+    assert not launch_hopper.takes(storage[1:961].view(15, 64))  # begins at an odd address
+    assert not launch_hopper.takes(storage.view(16, 64), storage[4:964].view(15, 64))
+    assert launch_hopper.takes(torch.empty(16, 60))  # rows of 240 bytes
+
+
+@needs_triton
+@pytest.mark.parametrize("row", [8, 16, 2048, 65536])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_ragged_descriptor_ends_with_the_group(dtype, row):
+    """The address of an element, as the hardware sums it up in 64 bits, and the bound of its rows."""
+    from gmm_backends.triton_grouped import launch_hopper
+
+    rows = torch.empty(1, row, dtype=dtype)
+    described = launch_hopper._ragged(rows, (64, 64))
+    start, size, column = 12_345, 777, row - 1
+    for r in (0, size - 1, size, size + 50):
+        place = (launch_hopper._ENDLESS, start + size, launch_hopper._ENDLESS - size + r, column)
+        inside = all(at < bound for at, bound in zip(place, described.shape, strict=True))
+        assert inside == (r < size)
+        address = sum(at * stride for at, stride in zip(place, described.strides, strict=True))
+        assert address * dtype.itemsize % 2**64 == ((start + r) * row + column) * dtype.itemsize
+    assert described.strides[0] * dtype.itemsize < 2**40  # TMA's limit
+    assert all(stride * dtype.itemsize % 16 == 0 for stride in described.strides[:-1])
+
+
+@needs_triton
+def test_a_descriptor_keeps_no_tensor_and_takes_none_for_another():
+    from gmm_backends.triton_grouped import launch_hopper
+
+    storage = torch.empty(4096, dtype=torch.bfloat16)
+    one = launch_hopper._whole(storage.view(4, 16, 64), (1, 64, 256))
+    assert one is launch_hopper._whole(storage.view(4, 16, 64), (1, 64, 256))
+    other = launch_hopper._whole(storage.view(8, 8, 64), (1, 64, 256))
+    assert (one.shape, other.shape) == ([4, 16, 64], [8, 8, 64])
+    assert launch_hopper._whole(storage.half().view(4, 16, 64), (1, 64, 256)).base.dtype == torch.float16
+    assert not isinstance(one.base, torch.Tensor)
+
+
+class Kernel:
+    """Stand in for a compiled kernel: remember how often it was compiled, and what it was called with."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__, self.compiled, self.calls = name, 0, []
+
+    def warmup(self, *args, grid, **options):
+        self.compiled += 1
+        number = self.compiled
+        return {(*grid, 1, 1): lambda *args: self.calls.append((number, args))}
+
+
+def test_a_kernel_is_compiled_once_for_each_kind_of_call(monkeypatch):
+    from gmm_backends.triton_grouped import call as module
+
+    monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module._thread, "bound", True, raising=False)
+    one, other = Kernel("one"), Kernel("other")
+    device, second = torch.device("cuda", 0), torch.device("cuda", 1)
+    bf16, fp16 = (torch.bfloat16, *module.sixteenths(16)), (torch.float16, *module.sixteenths(16))
+    odd = (torch.bfloat16, *module.sixteenths(17))
+    calls = [(device, (64,), bf16), (device, (64,), fp16), (device, (128,), bf16), (second, (64,), bf16)]
+    for where, constants, kind in [*calls, (device, (64,), odd), *calls]:
+        module.call(one, 4, where, ("x",), constants, kind, num_warps=4)
+    assert one.compiled == 5
+    assert [number for number, _ in one.calls] == [1, 2, 3, 4, 5, 1, 2, 3, 4]
+    assert one.calls[0][1] == ("x", 64)
+    module.call(other, 4, device, ("x",), (64,), bf16)
+    assert (one.compiled, other.compiled) == (5, 1)
+    assert len({module.sixteenths(number) for number in (1, 2, 16, 17, 32)}) == 3
 
 
 def test_parts_are_made_of_long_groups_only(monkeypatch):

@@ -10,6 +10,7 @@ Shape letters: R rows, E groups, K inner, N outer dimension.
 from __future__ import annotations
 
 import re
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -30,7 +31,7 @@ class Quack(GroupedMatmulBackend):
     def rejections(self, problem: Problem) -> list[str]:
         # Every backend is asked before one is chosen, and importing quack takes seconds and changes CuTe's
         # classes for the whole process. So its version is read here, and it is imported where it computes.
-        reasons = [*_missing(), *unfit_device(problem, "quack", 9)]
+        reasons = [*self._missing, *unfit_device(problem, "quack", 9)]
         if problem.dtype not in _DTYPES:  # fp32 it refuses, or rounds to TF32 on Blackwell
             reasons.append(f"quack takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
         widths = dict.fromkeys((problem.k, problem.n))
@@ -39,6 +40,10 @@ class Quack(GroupedMatmulBackend):
         if problem.rows > _MOST_ROWS:
             reasons.append(f"{problem.rows} rows; quack takes at most {_MOST_ROWS}")
         return reasons
+
+    @cached_property
+    def _missing(self) -> list[str]:
+        return _missing()
 
     def priority(self, problem: Problem) -> int:
         # On an H200 as fast as torch's grouped_mm (10), and a tenth to a third faster in weight gradients.

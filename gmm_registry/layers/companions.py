@@ -33,10 +33,10 @@ def companions_for(
         return None
     if type(x) not in _PLAIN or weight.dim() != 3:
         return None
-    # As `gmm` sees it: as it lies in memory.
-    transposed = weight.is_contiguous()
-    groups, k, n = weight.shape if transposed else weight.mT.shape
-    direction: Direction = "grad_x" if transposed else "forward"
+    # As `gmm` sees the product with the transposed weight: as it lies in memory.
+    turned = not weight.is_contiguous() and weight.mT.is_contiguous()
+    groups, k, n = weight.mT.shape if turned else weight.shape
+    direction: Direction = "forward" if turned else "grad_x"
     skew = permutation.batch_sizes.skew
     if 0 in (permutation.rows, k, n):
         return None

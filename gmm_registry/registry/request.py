@@ -32,9 +32,10 @@ def requested(argument: str | None, device: str) -> str:
     """Return the name asked for on a device type, or "" where the choice is automatic."""
     if torch.compiler.is_compiling():
         return _named(argument, scope, device)
-    if argument is None and not _open and _KEY not in _environment:
+    scoped = _scoped.get()
+    if not (argument or scoped) and _KEY not in _environment:
         return ""  # as in nearly every call, at a tenth of the cost
-    return _named(argument, _scoped.get(), device)
+    return _named(argument, scoped, device)
 
 
 def _named(argument: str | None, scoped: str, device: str) -> str:

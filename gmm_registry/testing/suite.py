@@ -234,18 +234,23 @@ class BackendParityTests:
         out = backend.gmm(x.to(backend.device), weight.to(backend.device), counts)
         assert torch.equal(out.cpu(), x * scales.repeat_interleave(counts)[:, None])
 
-    def test_out_and_accumulate(self, backend: GroupedMatmulBackend, dtype: torch.dtype) -> None:
-        """The raw products write in place, and add to a main_grad in the dtype or in fp32."""
+    @pytest.mark.parametrize("packed", [True, False])
+    def test_out_and_accumulate(
+        self, backend: GroupedMatmulBackend, dtype: torch.dtype, packed: bool
+    ) -> None:
+        """The raw products write in place, whatever the strides, and add to a main_grad, also in fp32."""
         case = self.case(dtype=dtype)
         inputs = case.inputs()
         want = expected(case, inputs)
         x, weight, counts, grad_out = inputs.to(backend.device)
         sizes = BatchSizes(counts)
         out = torch.full_like(grad_out, torch.nan)
+        out = out if packed else out.mT.contiguous().mT
         assert backend.forward(x, weight, sizes, trans_b=False, out=out) is out
         assert compare(out, want.out, dtype).passed
         for main_dtype in {dtype, torch.float32}:
             main_grad = torch.full_like(weight, torch.nan, dtype=main_dtype)
+            main_grad = main_grad if packed else main_grad.mT.contiguous().mT
             assert backend.weight_grad(x, grad_out, sizes, out=main_grad) is main_grad
             assert compare(main_grad, want.grad_weight, dtype).passed
             backend.weight_grad(x, grad_out, sizes, out=main_grad, accumulate=True)

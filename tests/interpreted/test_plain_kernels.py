@@ -4,9 +4,9 @@ import pytest
 import torch
 from triton_operands import DTYPES, dirty, operands, outer, product
 
-from gmm_backends.triton_grouped import launch_plain, schedule
+from gmm_backends.triton_grouped import TritonGrouped, launch_plain, schedule
 from gmm_backends.triton_grouped.launch_plain import Tile
-from gmm_registry import BatchSizes
+from gmm_registry import BackendKey, BatchSizes
 from gmm_registry.testing import compare
 
 COUNTS = {
@@ -68,3 +68,20 @@ def test_products(counts, dtype, out_dtype, part, accumulate):
     assert compare(out, want, out_dtype).passed
     if not accumulate:
         assert not out[[e for e, size in enumerate(counts) if not size]].any()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_the_backend_writes_whatever_the_strides(accumulate):
+    """Through the adapter: transposed storage, and a part of a wider tensor, whose rest stays as it is."""
+    counts, k, n = (5, 0, 3), 20, 18
+    x, weight, grad_out = operands(counts, k, n, torch.float32, "cpu")
+    backend = TritonGrouped().bind(BackendKey("cuda", "triton"), "cpu")
+    wide = torch.full((3, k, n + 6), 7.0)
+    for out in (torch.ones(3, n, k).mT, wide[..., :n].fill_(1)):
+        got = backend.weight_grad(x, grad_out, BatchSizes(counts), out=out, accumulate=accumulate)
+        assert got is out
+        assert compare(out, outer(x, grad_out, counts) + accumulate, torch.float32).passed
+    assert (wide[..., n:] == 7).all()
+    out = torch.ones(n, 8).T
+    assert backend.forward(x, weight, BatchSizes(counts), trans_b=False, out=out) is out
+    assert compare(out, product(x, weight, counts), torch.float32).passed

@@ -8,6 +8,7 @@ Shape letters: R rows, E groups, K inner, N outer dimension; M padded rows, B bl
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -97,8 +98,12 @@ class CudaMegablocksSparse(MegablocksSparse):
             raise NotImplementedError(f"triton cannot be imported ({error!r})") from error
         return launch
 
+    @cached_property
+    def _missing(self) -> list[str]:
+        return missing_triton()
+
     def rejections(self, problem: Problem) -> list[str]:
-        reasons = super().rejections(problem) + missing_triton()
+        reasons = super().rejections(problem) + self._missing
         if torch.version.hip is None and torch.cuda.is_available():
             major, minor = torch.cuda.get_device_capability(problem.index)
             if major < 8:

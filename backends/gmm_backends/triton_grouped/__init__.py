@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -35,13 +35,17 @@ class TritonGrouped(GroupedMatmulBackend):
     """Kernels of our own: those for Hopper in its own dialect, plain ones wherever else Triton compiles."""
 
     def rejections(self, problem: Problem) -> list[str]:
-        reasons = missing_triton()
+        reasons = list(self._missing)
         if problem.dtype not in _DTYPES:
             reasons.append(f"triton takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
         capability = _capability(problem.device, problem.index)
         if capability is not None and capability < _OLDEST:
             reasons.append("compute capability {}.{} < 8.0".format(*capability))
         return reasons
+
+    @cached_property
+    def _missing(self) -> list[str]:
+        return missing_triton()
 
     def priority(self, problem: Problem) -> int:
         # torch's grouped_mm has 10. Measured on an H200 only: see docs/performance.md.
@@ -63,9 +67,10 @@ class TritonGrouped(GroupedMatmulBackend):
     ) -> Tensor:
         if out is None:
             out = x.new_empty(x.shape[0], weight.shape[1 if trans_b else 2])
+        direct = out.contiguous()
         with _current(x):
-            _kernels(len(batch_sizes), x, weight, out).rows(x, weight, batch_sizes, trans_b, out)
-        return out
+            _kernels(len(batch_sizes), x, weight, direct).rows(x, weight, batch_sizes, trans_b, direct)
+        return out if direct is out else out.copy_(direct)
 
     def weight_grad(
         self,
@@ -80,16 +85,17 @@ class TritonGrouped(GroupedMatmulBackend):
 
         if out is None:
             out, accumulate = x.new_empty(len(batch_sizes), x.shape[1], grad_out.shape[1]), False
+        direct = out.contiguous()
         with _current(x):
-            kernels = _kernels(len(batch_sizes), x, grad_out, out)
+            kernels = _kernels(len(batch_sizes), x, grad_out, direct)
             part = _part(x, out)
             if part:
                 parts = out.new_empty(len(x) // part + len(out), *out.shape[1:], dtype=torch.float32)
                 kernels.products(x, grad_out, batch_sizes, parts, False, part)
-                add_parts(parts, batch_sizes, part, out, accumulate)
+                add_parts(parts, batch_sizes, part, direct, accumulate)
             else:
-                kernels.products(x, grad_out, batch_sizes, out, accumulate)
-        return out
+                kernels.products(x, grad_out, batch_sizes, direct, accumulate)
+        return out if direct is out else out.copy_(direct)
 
 
 def _quack_is_faster(problem: Problem) -> bool:

@@ -6,7 +6,6 @@ import threading
 from typing import Any
 
 import torch
-import triton
 
 _compiled: dict[tuple[Any, ...], Any] = {}
 _thread = threading.local()
@@ -23,10 +22,11 @@ def call(
 ) -> None:
     """Launch ``kernel[grid](*args, *constants)``, compiled at the first time.
 
-    ``kind`` tells apart all arguments for which Triton compiles another kernel: dtypes, and the numbers and
-    addresses that are multiples of 16.
+    ``kind`` tells apart all arguments for which Triton compiles another kernel for an NVIDIA GPU: dtypes, and
+    the numbers and addresses that are multiples of 16. For others it looks at more, such as at tensors over
+    2 GiB, so there it looks itself.
     """
-    if triton.knobs.runtime.interpret:
+    if device.type != "cuda" or torch.version.hip is not None:
         kernel[(grid,)](*args, *constants, **options)
         return
     key = (kernel.__name__, device, constants, kind)
