@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from math import inf
 from statistics import median
 from time import perf_counter_ns
 from typing import Any
@@ -42,7 +43,11 @@ def interleaved(
 
     Returns:
         the median of each function, in milliseconds.
+
+    Raises:
+        ValueError: the seconds are negative or not finite.
     """
+    check_seconds(seconds)
     if not functions:
         return []
     device = torch.device(device)
@@ -68,10 +73,16 @@ def interleaved(
     for found in times:
         found.clear()
     rounds, spent = _LEAST, play(_LEAST)
-    while (more := min(_BATCH, int((seconds * 1e9 - spent) * rounds / spent))) > 0:
+    while (more := int(min(_BATCH, (seconds * 1e9 - spent) * rounds / spent))) > 0:
         spent += play(more)
         rounds += more
     return [median(found) for found in times]
+
+
+def check_seconds(seconds: float) -> None:
+    """Raise ValueError for a time that never ends, or is none."""
+    if not 0 <= seconds < inf:
+        raise ValueError(f"the seconds to measure must be finite and not negative, not {seconds}")
 
 
 def _timed(function: Callable[[], object], device: torch.device) -> Callable[[], float]:

@@ -51,7 +51,8 @@ def run(monkeypatch):
     torch.set_num_threads(1)  # threads that share their cores wait for one another on products this small
 
     def run(*arguments):
-        return CliRunner().invoke(app, ["bench", "--seconds", "0", *map(str, arguments)])
+        seconds = () if {"--from", "--seconds"} & set(arguments) else ("--seconds", 0)
+        return CliRunner().invoke(app, ["bench", *map(str, (*seconds, *arguments))])
 
     yield run
     torch.set_num_threads(threads)
@@ -237,6 +238,10 @@ def test_a_shape_that_runs_out_of_memory_is_skipped_and_the_others_are_not(run, 
         (("--plot", "figure.gif"), "its name must end in one of .png, .pdf, .svg"),
         (("--from", "/nowhere/at.json"), "is no result of gmm-registry bench"),
         (("--from", "x.json", "--device", "cpu", "--rows", 3), "so --device, --rows cannot be with it"),
+        (("--from", "x.json", "--seconds", 3), "so --seconds cannot be with it"),
+        (("--seconds", "inf"), "must be finite and not negative, not inf"),
+        (("--seconds", "nan"), "seconds"),
+        (("--seconds", -1), "--seconds"),
         (("--groups", 0), "--groups"),
         (("--dtype", "int8"), "--dtype"),
     ],
@@ -248,7 +253,98 @@ def test_a_bad_question_is_answered_without_a_traceback(run, arguments, message)
     assert message in result.stderr
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "cells": [{}]}'])
+@pytest.fixture
+def document():
+    """What bench writes of one backend on one shape."""
+    ms = dict.fromkeys(DIRECTIONS, 1.0)
+    entry = {"backend": "any.eager", "ms": ms, "error": {**ms, "grad_w": None}, "fault": ""}
+    cell = {
+        "shape": {"name": "custom", "rows": 8, "k": 4, "n": 4, "groups": 2},
+        "distribution": "uniform",
+        "largest": 4,
+        "empty": 0,
+        "limit_ms": ms.copy(),
+        "chosen": {},
+        "refusals": {"cpu.acme": ["closed today"]},
+        "entries": [entry],
+    }
+    return {
+        "schema": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "environment": {"python": "3.11"},
+        "ceilings": {"flops_per_second": 1e9, "bytes_per_second": 1e9},
+        "skipped": {"small": "no time"},
+        "cells": [cell],
+    }
+
+
+CELL = ("cells", 0)
+ENTRY = (*CELL, "entries", 0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("device",), 3),
+        (("environment",), []),
+        (("environment", "python"), 3),
+        (("ceilings",), "fast"),
+        (("ceilings", "flops_per_second"), "fast"),
+        (("ceilings", "bytes_per_second"), 0),
+        (("skipped",), []),
+        (("cells",), 3),
+        ((*CELL, "shape", "rows"), 1.5),
+        ((*CELL, "shape", "k"), 10**400),
+        ((*CELL, "largest"), -1),
+        ((*CELL, "limit_ms"), {"forward": 1.0}),
+        ((*CELL, "limit_ms"), list(DIRECTIONS)),
+        ((*CELL, "limit_ms", "forward"), 0),
+        ((*CELL, "chosen"), {"forward": []}),
+        ((*CELL, "refusals"), {"any.eager": "closed today"}),
+        ((*CELL, "entries"), None),
+        ((*ENTRY, "ms"), {"forward": 1.0, "grad_x": 1.0}),
+        ((*ENTRY, "ms"), [1.0, 1.0, 1.0]),
+        ((*ENTRY, "ms", "grad_w"), 0),
+        ((*ENTRY, "ms", "grad_w"), float("nan")),
+        ((*ENTRY, "ms", "grad_w"), float("inf")),
+        ((*ENTRY, "ms", "grad_w"), 10**400),
+        ((*ENTRY, "error", "grad_w"), "none"),
+        ((*ENTRY, "fault"), None),
+        ((*ENTRY, "backend"), "\ud800"),
+    ],
+)
+def test_a_figure_that_bench_cannot_have_written_is_refused(run, tmp_path, document, place, value):
+    *folders, name = place
+    part = document
+    for folder in folders:
+        part = part[folder]
+    part[name] = value
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(document))
+    result = run("--from", file)
+    assert result.exit_code == 2, result.output
+    assert f"{file} is no result of gmm-registry bench --json: " in result.stderr
+    assert result.stdout == ""
+
+
+def test_names_of_a_file_are_no_markup(run, tmp_path, document):
+    """And the file that the others are made of is one."""
+    cell = document["cells"][0]
+    cell["shape"]["name"] = cell["distribution"] = cell["entries"][0]["backend"] = "[/x]"
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(document))
+    result = run("--from", file)
+    assert result.exit_code == 0, result.output
+    assert "\n[/x] " in result.stdout
+    assert "[/x], [/x]: 8 rows" in result.stdout
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"schema": 2}', '{"schema": 1, "cells": [{}]}', "[" * 100_000, "9" * 5000],
+    ids=lambda content: content[:9],
+)
 def test_a_file_that_bench_did_not_write_is_refused(run, tmp_path, content):
     file = tmp_path / "bench.json"
     file.write_text(content)

@@ -139,6 +139,12 @@ def test_doctor_says_what_is_chosen_and_what_was_asked_for(run, monkeypatch):
         (("parity", "--device", "cpu", "--backend", "egaer"), "did you mean 'eager'?"),
         (("parity", "--device", "c pu"), "names no device"),
         (("explain", "cuda:x"), "names no device"),
+        (
+            ("explain", "cpu", "--direction", "grad_w"),
+            "is asked about with --groups, and --direction without",
+        ),
+        (("explain", "cpu", "--skew", 2, "--rows", 4096), "and --rows, --skew without it"),
+        (("explain", "cpu", "--k", 8, "--n", 8, "--dtype", "float32"), "and --k, --n, --dtype without it"),
     ],
 )
 def test_a_bad_question_is_answered_without_a_traceback(run, arguments, message):
@@ -240,12 +246,13 @@ class TestAcrossMachines:
         with safe_open(golden, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             told = file.metadata()
-        for name in ("digests", "inputs", "environment", "refused"):
-            for changed in ({k: v for k, v in told.items() if k != name}, {**told, name: "1"}):
-                save_file(tensors, golden, changed)
-                result = run("parity", "--device", "cpu", "--against", golden)
-                assert result.exit_code == 2, (name, result.output)
-                assert "metadata cannot be read" in result.stderr
+        required = ("digests", "inputs", "environment")
+        parts = [{k: v for k, v in told.items() if k != name} for name in required]
+        for changed in (*parts, *({**told, name: "1"} for name in (*required, "refused"))):
+            save_file(tensors, golden, changed)
+            result = run("parity", "--device", "cpu", "--against", golden)
+            assert result.exit_code == 2, (changed.keys(), result.output)
+            assert "metadata cannot be read" in result.stderr
         kept = {name: tensor for name, tensor in tensors.items() if "|bfloat16|" in name}
         digests = {name: digest for name, digest in json.loads(told["digests"]).items() if name in kept}
         save_file(kept, golden, {**told, "digests": json.dumps(digests)})
@@ -266,6 +273,15 @@ class TestAcrossMachines:
         theirs = result.stdout.partition("any.eager on cpu against any.eager")[2]
         assert "float32, trans_b" in theirs
         assert "last group empty" not in theirs
+
+    def test_a_file_that_says_nothing_of_refusals_has_none(self, run, golden):
+        """As earlier versions wrote it."""
+        with safe_open(golden, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            told = file.metadata()
+        save_file(tensors, golden, {name: text for name, text in told.items() if name != "refused"})
+        result = run("parity", "--device", "cpu", "--backend", "eager", "--against", golden)
+        assert result.exit_code == 0, result.output
 
     def test_a_file_without_outputs_is_refused(self, run, golden):
         with safe_open(golden, "pt") as file:

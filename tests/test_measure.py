@@ -89,6 +89,27 @@ def test_a_function_that_slows_down_does_not_run_on(clock):
     assert clock.calls.count("a") == 2 + 5 + 100
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_a_time_that_is_none(clock, seconds):
+    with pytest.raises(ValueError, match=f"must be finite and not negative, not {seconds}"):
+        interleaved([clock("a", 1)], "cpu", seconds=seconds)
+    assert clock.calls == []
+
+
+def test_the_longest_time_is_one(clock):
+    class EnoughError(Exception):
+        pass
+
+    def function():
+        clock.calls.append("a")
+        if len(clock.calls) >= 50:
+            raise EnoughError
+
+    ticking = clock("b", 1)
+    with pytest.raises(EnoughError):
+        interleaved([function, ticking], "cpu", seconds=1e308)
+
+
 def test_nothing_to_time():
     assert interleaved([], "cpu") == []
 

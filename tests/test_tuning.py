@@ -19,10 +19,12 @@ from typer.testing import CliRunner
 
 from gmm_backends.eager import Eager
 from gmm_registry import (
+    Accepted,
     BackendKey,
     BackendUnavailableError,
     GroupedMatmulBackend,
     Problem,
+    Rejected,
     Tuning,
     autotune,
     explain,
@@ -33,7 +35,7 @@ from gmm_registry import (
     use_choices,
 )
 from gmm_registry.cli.app import app
-from gmm_registry.registry import cache, records, refresh, trial
+from gmm_registry.registry import cache, choice, pins, records, refresh, trial, verdicts
 from gmm_registry.registry.cache import ENVIRONMENT
 from gmm_registry.registry.records import Machine, Signature
 
@@ -365,6 +367,16 @@ def test_nothing_to_measure() -> None:
         autotune(replace(PROBLEM, device="cuda", index=99))
 
 
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+def test_a_time_that_is_none(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.Trial, "__init__", partial(pytest.fail, "it measures"))
+    with pytest.raises(ValueError, match=f"must be finite and not negative, not {seconds}"):
+        autotune(PROBLEM, seconds=seconds)
+    result = CliRunner().invoke(app, ["tune", "--device", "cpu", "--seconds", str(seconds)])
+    assert result.exit_code == 2
+    assert "seconds" in result.stderr  # the least is typer's to say
+
+
 def test_a_real_measurement(file: Path) -> None:
     tuning = autotune(replace(PROBLEM, rows=48), seconds=0.2)
     assert json.loads(file.read_text())["choices"]
@@ -491,6 +503,55 @@ def test_where_the_file_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.location() == Path.home() / "here.json"
 
 
+@pytest.mark.parametrize("kind", ["nobody's home", "relative", "no home"])
+def test_a_place_that_is_nowhere_costs_a_warning(
+    offer: Offer,
+    times: Times,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cache is optional, so no call raises for it."""
+    import platformdirs
+
+    offer(preferred=Preferred, quick=Stub)
+    times["quick"] = dict.fromkeys(DIRECTIONS, 1.0)
+    if kind == "nobody's home":
+        monkeypatch.setenv(ENVIRONMENT, "~nosuchuser/c")
+    else:
+        monkeypatch.delenv(ENVIRONMENT)
+        found = Path("~/.cache") if kind == "relative" else Path("~nosuchuser/.cache")
+        monkeypatch.setattr(
+            platformdirs,
+            "user_cache_path",
+            lambda *_, **__: found if kind == "relative" else found.expanduser(),
+        )
+    assert impls() == ["preferred"] * 3
+    assert autotune(PROBLEM).saved is None
+    assert impls() == ["quick"] * 3
+    assert "cache of measured choices\n  off\n" in command("doctor")
+    (warning,) = warnings(caplog)
+    name = "~nosuchuser/c" if kind == "nobody's home" else "choices.json"
+    assert f"the cache of tuned choices, {name}, is neither read nor written: " in warning
+    assert not Path("~").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_child_of_fork_waits_for_no_thread_of_its_parent() -> None:
+    source = """
+import os, signal
+from gmm_registry.registry import cache
+with cache._lock:  # as a thread that reads the file
+    child = os.fork()
+    if not child:
+        signal.alarm(10)
+        cache.keep([], save=False)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=120)
+
+
 @pytest.mark.parametrize("how", ["empty variable", "save=False"])
 def test_what_is_not_saved_holds_for_this_process(
     offer: Offer, times: Times, file: Path, how: str, monkeypatch: pytest.MonkeyPatch
@@ -526,6 +587,25 @@ def test_a_link_to_the_file_stays_one(offer: Offer, times: Times, file: Path, tm
     assert autotune(PROBLEM).saved == file
     assert file.is_symlink()
     assert len(records.read(tmp_path / "elsewhere.json")) == 3
+
+
+def test_a_file_that_could_not_be_written_is_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "choices.json"
+    records.write(path, [])
+    before = path.read_bytes()
+
+    def replace(unfinished: Path, target: Path) -> Path:
+        assert path.read_bytes() == before  # what others see meanwhile
+        assert len(records.read(unfinished)) == 1
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="no space left"):
+        records.write(path, [records.Choice.of(PROBLEM, BackendKey("any", "eager"), "tuned")])
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_place_that_cannot_be_written_costs_a_warning(
@@ -578,10 +658,10 @@ DAMAGED = {
 
 def damage(path: Path, kind: str) -> None:
     path.parent.mkdir(exist_ok=True)
-    path.mkdir() if kind == "a folder" else path.write_bytes(DAMAGED[kind])
+    path.write_bytes(DAMAGED[kind])
 
 
-@pytest.mark.parametrize("kind", [*DAMAGED, "a folder"])
+@pytest.mark.parametrize("kind", DAMAGED)
 def test_a_damaged_file_is_ignored_with_one_warning(
     offer: Offer, times: Times, file: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -597,11 +677,35 @@ def test_a_damaged_file_is_ignored_with_one_warning(
     (warning,) = warnings(caplog)
     assert f"the cache of tuned choices, {file}, is neither read nor written: " in warning
     assert "remove it, or name another file in GMM_REGISTRY_CACHE" in warning
-    assert file.is_dir() if kind == "a folder" else file.read_bytes() == DAMAGED[kind]
-    damage_is_gone = file.rmdir if kind == "a folder" else file.unlink
-    damage_is_gone()
+    assert file.read_bytes() == DAMAGED[kind]
+    assert list(file.parent.iterdir()) == [file]
+    file.unlink()
     refresh()
     assert autotune(PROBLEM).saved == file
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a device", "a pipe"])
+def test_what_is_no_file_is_left_alone(
+    offer: Offer,
+    times: Times,
+    file: Path,
+    kind: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(records, "read", lambda path: pytest.fail("a pipe would be waited for"))
+    file.parent.mkdir()
+    make: dict[str, Callable[[Path], object]] = {
+        "a folder": Path.mkdir,
+        "a device": lambda path: path.symlink_to(os.devnull),
+        "a pipe": os.mkfifo,
+    }
+    make[kind](file)
+    impls()
+    assert autotune(PROBLEM).saved is None
+    (warning,) = warnings(caplog)
+    assert f"{file}, is neither read nor written: it is no regular file; name another file in " in warning
+    assert list(file.parent.iterdir()) == [file]
 
 
 def test_what_was_valid_is(offer: Offer, file: Path) -> None:
@@ -739,6 +843,57 @@ def test_what_was_measured_since_takes_the_place_of_what_was_chosen(
     impls(), autotune(PROBLEM), impls()
     save_choices(tmp_path / "run.json")
     assert {choice.backend.impl for choice in records.read(tmp_path / "run.json")} == {"quick"}
+
+
+def test_what_is_repeated_takes_the_place_of_what_was_chosen(run: Path, tmp_path: Path) -> None:
+    impls()
+    use_choices(run)
+    save_choices(tmp_path / "again.json")
+    assert records.read(tmp_path / "again.json") == []
+    impls()
+    save_choices(tmp_path / "again.json")
+    assert {choice.backend.impl for choice in records.read(tmp_path / "again.json")} == {"quick"}
+
+
+def test_two_threads_may_forget_a_choice_at_once(offer: Offer, tmp_path: Path) -> None:
+    def outdated(signature: Signature, backend: BackendKey) -> bool:
+        pins.forget()  # as the other thread does
+        return True
+
+    impls()
+    pins.unmake(outdated)
+    save_choices(tmp_path / "run.json")
+    assert records.read(tmp_path / "run.json") == []
+
+
+class Overtaken(Preferred):
+    """While it is asked, another thread finds that it has no kernel."""
+
+    def priority(self, problem: Problem) -> int:
+        if not verdicts.refused_late:
+            choice.refuse(self.key, torch.device("cpu"), torch.float32, "its kernel is gone")
+        return 90
+
+
+def test_a_choice_that_is_outdated_once_made_is_made_again(offer: Offer, tmp_path: Path) -> None:
+    offer(overtaken=Overtaken, other=Stub)
+    assert impls() == ["other"] * 3
+    save_choices(tmp_path / "run.json")
+    assert {choice.backend.impl for choice in records.read(tmp_path / "run.json")} == {"other"}
+
+
+def test_a_late_refusal_is_of_one_device(offer: Offer) -> None:
+    offer(stub=Stub)
+    key, first, second = BackendKey("cpu", "stub"), torch.device("cpu:0"), replace(PROBLEM, index=None)
+    choice.refuse(key, first, torch.float32, "no kernel for sm_89")
+    refused = verdicts.judge(key, replace(PROBLEM, index=0))
+    assert isinstance(refused, Rejected)
+    assert refused.reasons == ("no kernel for sm_89",)
+    assert isinstance(verdicts.judge(key, second), Accepted)
+    choice.forgive([key], torch.device("cpu"), torch.float32)
+    assert isinstance(verdicts.judge(key, replace(PROBLEM, index=0)), Rejected)
+    choice.forgive([key], first, torch.float32)
+    assert isinstance(verdicts.judge(key, replace(PROBLEM, index=0)), Accepted)
 
 
 def test_a_repeated_choice_comes_before_the_cache(run: Path, times: Times) -> None:

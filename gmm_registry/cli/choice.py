@@ -50,6 +50,16 @@ def plain_errors() -> Iterator[None]:
         raise typer.Exit(2) from error
 
 
+def given(context: typer.Context, *others: str) -> str:
+    """Name the options that the command line has, but for the parameters that are named ``others``."""
+    sources = {
+        parameter.opts[0]: context.get_parameter_source(parameter.name or "")
+        for parameter in context.command.params
+        if parameter.name not in others
+    }
+    return ", ".join(option for option, source in sources.items() if source and source.name == "COMMANDLINE")
+
+
 def list_(
     device: Annotated[str | None, typer.Option(help="Only those that serve this device type.")] = None,
 ) -> None:
@@ -60,6 +70,7 @@ def list_(
 
 
 def explain(
+    context: typer.Context,
     device: Annotated[str, typer.Argument(help="Such as cpu, cuda:1 or npu.")],
     groups: Annotated[
         int | None, typer.Option(min=1, help="Number of groups; asks about one problem.")
@@ -84,7 +95,10 @@ def explain(
     """
     with plain_errors():
         problem = None
-        if groups is not None:
+        if groups is None:
+            if options := given(context, "device"):
+                raise ValueError(f"one problem is asked about with --groups, and {options} without it")
+        else:
             problem = problem_of(device, dtype, rows, groups, k, n)
             problem = replace(problem, direction=direction.value, skew=skew)
         typer.echo(registry.explain(device, problem))

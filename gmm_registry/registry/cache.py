@@ -23,16 +23,29 @@ _Key: TypeAlias = tuple[Signature, Machine]
 _known: dict[_Key, tuple[Choice, str]] | None = None  # with the place it came from; None: not read yet
 _warned: set[tuple[Path, str]] = set()
 _lock = Lock()
+_FILE = "choices.json"
+_UNUSED = "neither read nor written"
 
 
 def location() -> Path | None:
-    """Return where the file is, or None if there is to be none."""
+    """Return where the file is; None if there is to be none, or none can be, which a warning says."""
     named = os.environ.get(ENVIRONMENT)
-    if named is not None:
-        return Path(named).expanduser() if named else None
+    if named == "":
+        return None
+    try:
+        return Path(named).expanduser() if named else _default()
+    except RuntimeError as error:  # there is no such home
+        _warn(Path(named or _FILE), _UNUSED, error)
+        return None
+
+
+def _default() -> Path:
     from platformdirs import user_cache_path  # here, since nothing else needs it
 
-    return user_cache_path("gmm_registry", appauthor=False) / "choices.json"
+    path = user_cache_path("gmm_registry", appauthor=False) / _FILE
+    if not path.is_absolute():  # "~/.cache" where the user has no home
+        raise RuntimeError(f"{path.parent} is no absolute path")
+    return path
 
 
 def look_up(problem: Problem) -> tuple[BackendKey, str] | None:
@@ -52,6 +65,16 @@ def keep(choices: Sequence[Choice], *, save: bool) -> Path | None:
     with _lock:
         known.update((_key(choice), (choice, str(saved or HERE))) for choice in choices)
     return saved
+
+
+def _renew_lock() -> None:
+    """Begin a child of fork with a lock that no thread holds which is not there."""
+    global _lock
+    _lock = Lock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def forget() -> None:
@@ -78,16 +101,20 @@ def _key(choice: Choice) -> _Key:
 def _read(path: Path) -> list[Choice] | None:
     """Return what the file holds, nothing if there is none; None if it is no file of ours."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise OSError("it is no regular file")
         return records.read(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
     except (OSError, ValueError) as error:
-        _warn(path, "neither read nor written", error, "remove it, or ")
+        _warn(path, _UNUSED, error, "remove it, or " if isinstance(error, ValueError) else "")
         return None
 
 
 def _merge(path: Path, choices: Sequence[Choice]) -> bool:
     """Add choices to the file, with what others have written meanwhile; say whether that worked."""
+    if _read(path) is None:  # and nothing is to be left beside what is not ours
+        return False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _one_writer(path):
@@ -118,8 +145,8 @@ def _one_writer(path: Path) -> Iterator[None]:
         lock.release()
 
 
-def _warn(path: Path, state: str, error: OSError | ValueError, remedy: str = "") -> None:
-    cause = str(getattr(error, "strerror", None) or error)
+def _warn(path: Path, state: str, error: Exception, remedy: str = "") -> None:
+    cause = str(getattr(error, "strerror", None) or error).rstrip(".")
     if (path, cause) not in _warned:
         _warned.add((path, cause))
         remedy += f"name another file in {ENVIRONMENT}, or leave that empty to have none"

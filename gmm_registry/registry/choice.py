@@ -92,7 +92,7 @@ def use_choices(path: str | os.PathLike[str]) -> None:
         OSError: it cannot be read.
     """
     pins.pin(Path(path))
-    choose.cache_clear()
+    changed()
 
 
 # --- the choice for one problem -------------------------------------------------------------------
@@ -115,13 +115,16 @@ def choose(
     Raises as `get_backend` does.
     """
     problem = Problem(device.type, device.index, dtype, rows, groups, k, n, direction, skew)
-    found = _explain(problem, _wanted(problem, request))
-    if found.chosen is None:
-        _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
-    if not request:
-        pins.note(problem, found.chosen, found.source)
-        _report(found, problem)
-    return instance(found.chosen, problem.device)
+    while True:
+        state = _state
+        found = _explain(problem, _wanted(problem, request))
+        if found.chosen is None:
+            _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
+        if not request and state is _state:
+            pins.note(problem, found.chosen, found.source)
+            _report(found, problem)
+        if state is _state:  # else something has changed the answers meanwhile, and this one would stay
+            return instance(found.chosen, problem.device)
 
 
 class _Wanted(NamedTuple):
@@ -198,20 +201,29 @@ def _once(level: int, headline: str, causes: str) -> None:
 
 # --- what changes the answers ---------------------------------------------------------------------
 
+_state = object()  # another one after every change
+
+
+def changed() -> None:
+    """Forget every choice, and those that other threads are making."""
+    global _state
+    _state = object()
+    choose.cache_clear()
+
 
 def refuse(key: BackendKey, device: torch.device, dtype: torch.dtype, reason: str) -> None:
     """Remember what a kernel said when it was called: that it is not implemented there."""
-    verdicts.refused_late[key, device.type, dtype] = reason
+    verdicts.refused_late[key, device.type, device.index, dtype] = reason
     there = (key, device.type, name_of(dtype))
     pins.unmake(lambda signature, backend: (backend, signature.device, signature.dtype) == there)
-    choose.cache_clear()
+    changed()
 
 
 def forgive(keys: Iterable[BackendKey], device: torch.device, dtype: torch.dtype) -> None:
     """Take back what `refuse` remembered."""
     for key in keys:
-        verdicts.refused_late.pop((key, device.type, dtype), None)
-    choose.cache_clear()
+        verdicts.refused_late.pop((key, device.type, device.index, dtype), None)
+    changed()
 
 
 def refresh() -> None:
@@ -221,5 +233,5 @@ def refresh() -> None:
     """
     for module in (discovery, verdicts, cache, pins):
         module.forget()
-    choose.cache_clear()
+    changed()
     _logged.clear()

@@ -30,7 +30,8 @@ def save_choices(path: str | os.PathLike[str]) -> None:
 def note(problem: Problem, backend: BackendKey, source: str) -> None:
     """Remember an automatic choice; one entry for all problems of a signature."""
     key = Signature.of(problem), backend
-    if key not in _made or _made[key].source != source:
+    made = _made.get(key)  # one look, since another thread may unmake it
+    if made is None or made.source != source:
         _made[key] = Choice.of(problem, backend, source)
 
 
@@ -38,7 +39,7 @@ def unmake(outdated: Callable[[Signature, BackendKey], bool]) -> None:
     """Forget choices that are no longer gone by."""
     for signature, backend in list(_made):
         if outdated(signature, backend):
-            del _made[signature, backend]
+            _made.pop((signature, backend), None)  # another thread may have been first
 
 
 def pin(path: Path) -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import get_args
 
+from gmm_registry import measure
 from gmm_registry.contract import Accepted, BackendKey, Direction, Problem, Rejected
 from gmm_registry.errors import BackendUnavailableError
 from gmm_registry.registry import cache, pins
-from gmm_registry.registry.choice import choose
+from gmm_registry.registry.choice import changed
 from gmm_registry.registry.discovery import candidates
 from gmm_registry.registry.explanation import rank, reasons
 from gmm_registry.registry.records import Choice
@@ -71,9 +72,10 @@ def autotune(problem: Problem, *, seconds: float = 10.0, save: bool = True) -> T
         save: write the choice to the cache, for this and every later process.
 
     Raises:
-        ValueError: the problem has nothing to multiply.
+        ValueError: the problem has nothing to multiply, or the seconds are negative or not finite.
         BackendUnavailableError: no backend can do it; the message gives every reason.
     """
+    measure.check_seconds(seconds)
     if min(problem.rows, problem.groups, problem.k, problem.n) < 1:
         raise ValueError(f"there is nothing to measure in {problem}")
     begin = perf_counter()
@@ -97,6 +99,6 @@ def autotune(problem: Problem, *, seconds: float = 10.0, save: bool = True) -> T
     saved = cache.keep(choices, save=save)
     signatures = {choice.signature for choice in choices}
     pins.unmake(lambda signature, _: signature in signatures)
-    choose.cache_clear()
+    changed()
     device = choices[0].machine.device_name
     return Tuning(problem, device, timings, refused, perf_counter() - begin, saved)

@@ -26,7 +26,8 @@ _UNKNOWN_PRIORITY = 50  # of a plugin that could not be asked: that of a backend
 
 _instances: dict[tuple[BackendKey, str], GroupedMatmulBackend | BaseException] = {}
 _making = RLock()
-refused_late: dict[tuple[BackendKey, str, torch.dtype], str] = {}  # what kernels said when they were called
+# What kernels said when they were called: on one device, of which the others may be of another kind.
+refused_late: dict[tuple[BackendKey, str, int | None, torch.dtype], str] = {}
 
 
 def bound(key: BackendKey, device: str) -> GroupedMatmulBackend | BaseException:
@@ -83,7 +84,7 @@ def judge(key: BackendKey, problem: Problem) -> Verdict:
     if isinstance(backend, BaseException):
         missing = _missing_device(problem.device, problem.index)
         return Rejected(key, _UNKNOWN_PRIORITY, (f"not loaded: {describe(backend)}", *missing))
-    late = refused_late.get((key, problem.device, problem.dtype))
+    late = refused_late.get((key, problem.device, problem.index, problem.dtype))
     try:
         said = _rejections(key, replace(problem, direction="forward", skew=None))
         priority = backend.priority(problem)

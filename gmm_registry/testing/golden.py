@@ -76,7 +76,7 @@ def load(path: Path) -> Golden:
         digests, inputs, where = (
             dict(json.loads(metadata[name])) for name in ("digests", "inputs", "environment")
         )
-        refused = frozenset(json.loads(metadata["refused"]))
+        refused = frozenset(json.loads(metadata.get("refused", "[]")))
     except (KeyError, TypeError, ValueError) as error:
         raise GoldenError(f"{path} is damaged; its metadata cannot be read: {error!r}") from error
     wanted = digests.keys() | {

@@ -14,7 +14,7 @@ from gmm_registry.cli.bench.results import Report
 from gmm_registry.cli.bench.run import run
 from gmm_registry.cli.bench.shapes import SHAPES
 from gmm_registry.cli.bench.table import show
-from gmm_registry.cli.choice import Dtype, plain_errors
+from gmm_registry.cli.choice import Dtype, given, plain_errors
 from gmm_registry.cli.files import check_writable
 from gmm_registry.measure import DISTRIBUTIONS
 
@@ -22,6 +22,7 @@ _NARROWEST = 104  # columns that the tables need
 
 
 def bench(
+    context: typer.Context,
     device: Annotated[
         str | None, typer.Option(help="Device to measure; by default the accelerator that torch sees.")
     ] = None,
@@ -68,25 +69,13 @@ def bench(
     console = Console()
     if console.width < _NARROWEST:
         console = Console(width=_NARROWEST)
-    measuring = {
-        "--device": device,
-        "--shape": shape,
-        "--rows": rows,
-        "--k": k,
-        "--n": n,
-        "--groups": groups,
-        "--distribution": distribution,
-        "--dtype": dtype,
-        "--backend": backend,
-        "--json": json_file,
-    }
     with plain_errors():
         if plot_file:
             check_image(plot_file)
         check_writable(json=json_file, plot=plot_file)
         if from_file:
-            if given := [name for name, value in measuring.items() if value]:
-                raise ValueError(f"--from measures nothing, so {', '.join(given)} cannot be with it")
+            if options := given(context, "from_file", "plot_file"):
+                raise ValueError(f"--from measures nothing, so {options} cannot be with it")
             report = Report.load(from_file)
         else:
             plan = Plan.of(

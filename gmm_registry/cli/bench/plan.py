@@ -11,7 +11,7 @@ import torch
 from gmm_registry import environment
 from gmm_registry.cli.bench.shapes import SHAPES, Shape
 from gmm_registry.contract import BackendKey
-from gmm_registry.measure import DISTRIBUTIONS
+from gmm_registry.measure import DISTRIBUTIONS, check_seconds
 from gmm_registry.registry import get_backend
 from gmm_registry.registry.discovery import parse_device
 from gmm_registry.testing.parity import candidates
@@ -53,9 +53,11 @@ class Plan:
             seconds: for each shape under each distribution.
 
         Raises:
-            ValueError: a name is unknown, or part of ``own`` is missing.
+            ValueError: a name is unknown, part of ``own`` is missing, or the seconds are negative or
+                not finite.
             GmmRegistryError: the device is not there, or a backend is not for it.
         """
+        check_seconds(seconds)
         device = device or environment.default_device()
         for name in backends or (None,):
             get_backend(device, name)  # one answer rather than a refusal of every shape

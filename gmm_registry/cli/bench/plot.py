@@ -61,8 +61,12 @@ def draw(report: Report, file: Path) -> None:
 
 
 def _write_head(figure: Figure, report: Report, height: float) -> None:
-    versions = (f"{name} {report.environment[name]}" for name in ("gmm_registry", "torch"))
-    title = f"Grouped matmul in {report.dtype} on {report.environment['device']}"
+    versions = (
+        f"{name} {version}"
+        for name, version in report.environment.items()
+        if name in ("gmm_registry", "torch")
+    )
+    title = f"Grouped matmul in {report.dtype} on {report.environment.get('device', report.device)}"
     x = _MARGIN / _WIDTH
     figure.text(x, 1 - _MARGIN / height, title, va="top", fontsize=14, fontweight="bold", color=_INK)
     figure.text(

@@ -27,9 +27,10 @@ The file is one JSON object, written anew after every table:
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+import sys
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from gmm_registry.cli.bench.shapes import Shape
 from gmm_registry.contract import Direction
@@ -93,6 +94,9 @@ class Cell:
         entries = [
             Entry(**{name: entry[name] for name in Entry.__dataclass_fields__}) for entry in found["entries"]
         ]
+        for times in (found["limit_ms"], *(entry.ms for entry in entries if entry.ms)):
+            if tuple(times) != DIRECTIONS:
+                raise ValueError(f"{times!r} has not the directions {', '.join(DIRECTIONS)}")
         return cls(**{**found, "shape": Shape(**found["shape"]), "entries": entries})
 
 
@@ -134,11 +138,34 @@ class Report:
         """
         try:
             found = json.loads(file.read_text())
+            json.dumps(found, ensure_ascii=False).encode()  # else it cannot be printed
             if found.pop("schema") != _SCHEMA:
                 raise ValueError(f"its schema is not {_SCHEMA}")
             cells = [Cell.from_json(cell) for cell in found["cells"]]
-            return cls(**{**found, "ceilings": Ceilings(**found["ceilings"]), "cells": cells})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            report = cls(**{**found, "ceilings": Ceilings(**found["ceilings"]), "cells": cells})
+            _check(report, cls, "report")
+            return report
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(
                 f"{file} is no result of gmm-registry bench --json: {type(error).__name__}: {error}"
             ) from error
+
+
+def _check(value: Any, kind: Any, what: str) -> None:
+    """Raise ValueError if a value of a file, or any part of it, is not of a type, or is no measurement."""
+    if is_dataclass(kind):
+        for name, of in get_type_hints(kind).items():
+            _check(getattr(value, name), of, name)
+    elif not _fits(value, kind):
+        raise ValueError(f"its {what} cannot be {value!r}")
+    elif get_origin(kind) in (dict, list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _check(part, get_args(kind)[-1], what)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind is float:
+        return isinstance(value, float | int) and 0 < value <= sys.float_info.max
+    if kind is int:
+        return isinstance(value, int) and 0 <= value <= sys.maxsize
+    return isinstance(value, get_origin(kind) if get_origin(kind) in (dict, list) else kind)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from gmm_registry.cli.bench.results import AUTOMATIC, DIRECTIONS, Cell, Entry, Report, Unit
@@ -55,7 +56,7 @@ def _print(console: Console, text: str, style: str | None = None) -> None:
 def _table(cell: Cell, unit: Unit) -> Table:
     groups = f"largest {cell.largest}, {cell.empty} empty"
     table = Table(
-        title=f"{cell.shape.name}, {cell.distribution}: {cell.shape}; {groups}",
+        title=escape(f"{cell.shape.name}, {cell.distribution}: {cell.shape}; {groups}"),
         title_justify="left",
         box=None,
         pad_edge=False,
@@ -67,7 +68,7 @@ def _table(cell: Cell, unit: Unit) -> Table:
     timed = [entry.ms for entry in cell.entries if entry.ms]
     best: dict[str, float] = {d: min(ms[d] for ms in timed) for d in DIRECTIONS if timed}
     for entry in cell.entries:
-        table.add_row(entry.backend, *_figures(cell, entry, best, unit))
+        table.add_row(escape(entry.backend), *_figures(cell, entry, best, unit))
     limits = [text for ms in cell.limit_ms.values() for text in (unit.show(cell.rate(ms)), "", "")]
     table.add_row("roofline limit", *limits, style="dim")
     return table
