@@ -703,7 +703,7 @@ def test_what_is_no_file_is_left_alone(
     make[kind](file)
     impls()
     assert autotune(PROBLEM).saved is None
-    (warning,) = warnings(caplog)
+    (warning,) = [said for said in warnings(caplog) if str(file) in said]  # of backends there may be others
     assert f"{file}, is neither read nor written: it is no regular file; name another file in " in warning
     assert list(file.parent.iterdir()) == [file]
 
