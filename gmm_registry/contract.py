@@ -30,6 +30,7 @@ __all__ = [
     "Topology",
     "Verdict",
     "autocast",
+    "dtype_name",
     "prepare",
 ]
 
@@ -50,6 +51,11 @@ class BackendKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.device}.{self.impl}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as files and reports do: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 Direction: TypeAlias = Literal["forward", "grad_x", "grad_w"]
@@ -106,8 +112,8 @@ class Problem:
 
     def __str__(self) -> str:
         where = self.device if self.index is None else f"{self.device}:{self.index}"
-        dtype = str(self.dtype).removeprefix("torch.")
-        what = f"{dtype}, {self.rows} rows, weight ({self.groups}, {self.k}, {self.n}) on {where}"
+        weight = f"({self.groups}, {self.k}, {self.n})"
+        what = f"{dtype_name(self.dtype)}, {self.rows} rows, weight {weight} on {where}"
         return what if self.direction == "forward" else f"{what}, {self.direction}"
 
 

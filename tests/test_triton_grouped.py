@@ -9,7 +9,7 @@ import torch
 from interpreter import run_interpreted
 from triton_operands import DTYPES, dirty, operands, outer, product
 
-from gmm_backends import _triton, triton_grouped
+from gmm_backends import _cuda, _triton, triton_grouped
 from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm
 from gmm_registry.ops import weight_grad
 from gmm_registry.testing import compare
@@ -56,14 +56,14 @@ def test_the_table_of_an_h200(monkeypatch, changes, hopper):
     backend = triton_grouped.TritonGrouped()
     ampere = 5 if hopper == 5 else 15
     for capability, priority in (((9, 0), hopper), ((8, 0), ampere), ((10, 0), 5), (None, 5)):
-        monkeypatch.setattr(triton_grouped, "_capability", lambda *_, found=capability: found)
+        monkeypatch.setattr(_cuda, "capability", lambda *_, found=capability: found)
         assert backend.priority(ordinary(**changes)) == priority
 
 
 def test_refusals(monkeypatch):
     backend = triton_grouped.TritonGrouped()
     assert any("float64" in reason for reason in backend.rejections(ordinary(dtype=torch.float64)))
-    monkeypatch.setattr(triton_grouped, "_capability", lambda *_: (7, 5))
+    monkeypatch.setattr(_cuda, "capability", lambda *_: (7, 5))
     assert "compute capability 7.5 < 8.0" in backend.rejections(ordinary())
     monkeypatch.setattr(triton_grouped, "missing_triton", lambda: ["triton is not installed"])
     assert "triton is not installed" in triton_grouped.TritonGrouped().rejections(ordinary())

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 import torch
 
 _OLDEST = (3, 6)
+_LEAST_SHARED = 64 * 1024  # AMD's; also where torch does not tell
 _DISTRIBUTIONS = ("triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton")  # that bring it
 
 
@@ -31,6 +32,13 @@ def missing_triton() -> list[str]:
             return [f"triton {installed} < {'.'.join(map(str, _OLDEST))}, which torch 2.10 brings"]
         break
     return []
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED)
 
 
 @cache

@@ -43,7 +43,15 @@ class Quack(GroupedMatmulBackend):
 
     @cached_property
     def _missing(self) -> list[str]:
-        return _missing()
+        """Say what is wrong with the quack-kernels that is installed; do not import it."""
+        install = "pip install 'gmm_registry[quack]'"
+        try:
+            installed = version("quack-kernels")
+        except PackageNotFoundError:
+            return [f"quack-kernels is not installed: {install}"]
+        if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST:
+            return [f"quack-kernels {installed} < 0.6.5, the oldest that was tested: {install}"]
+        return []
 
     def priority(self, problem: Problem) -> int:
         # On an H200 as fast as torch's grouped_mm (10), and a tenth to a third faster in weight gradients.
@@ -96,15 +104,3 @@ def _quack() -> Any:
         # Nothing was computed: under automatic choice the next backend takes over.
         raise NotImplementedError(f"quack cannot be imported ({error!r})") from error
     return gemm_interface
-
-
-def _missing() -> list[str]:
-    """Say what is wrong with the quack-kernels that is installed; do not import it."""
-    install = "pip install 'gmm_registry[quack]'"
-    try:
-        installed = version("quack-kernels")
-    except PackageNotFoundError:
-        return [f"quack-kernels is not installed: {install}"]
-    if tuple(map(int, re.findall(r"\d+", installed)[:3])) < _OLDEST:
-        return [f"quack-kernels {installed} < 0.6.5, the oldest that was tested: {install}"]
-    return []

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gmm_backends._cpu import is_slow
+from gmm_backends._cuda import too_old
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -25,11 +26,7 @@ class TorchGroupedMm(GroupedMatmulBackend):
             reasons.append(f"torch {torch.__version__} has no nn.functional.grouped_mm; needs 2.10")
         if problem.dtype not in _DTYPES:
             reasons.append(f"grouped_mm takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
-        if problem.device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability(problem.index)
-            if major < 8:
-                reasons.append(f"compute capability {major}.{minor} < 8.0")
-        return reasons
+        return reasons + too_old(problem, 8)
 
     def priority(self, problem: Problem) -> int:
         # On the CPU grouped_mm is itself a loop, so that eager is as good where it needs no copy.

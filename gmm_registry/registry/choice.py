@@ -14,12 +14,18 @@ from typing import NamedTuple, NoReturn
 
 import torch
 
-from gmm_registry.contract import BackendKey, Direction, GroupedMatmulBackend, Problem, Verdict
+from gmm_registry.contract import (
+    BackendKey,
+    Direction,
+    GroupedMatmulBackend,
+    Problem,
+    Verdict,
+    dtype_name,
+)
 from gmm_registry.errors import BackendUnavailableError, DuplicateBackendError
 from gmm_registry.registry import cache, discovery, pins, verdicts
 from gmm_registry.registry.discovery import candidates, find, parse_device
 from gmm_registry.registry.explanation import Explanation, Source, rank, reasons, winner
-from gmm_registry.registry.records import name_of
 from gmm_registry.registry.request import origin, requested
 from gmm_registry.registry.verdicts import bound, instance, judge, judge_device
 
@@ -120,11 +126,12 @@ def choose(
         found = _explain(problem, _wanted(problem, request))
         if found.chosen is None:
             _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
-        if not request and state is _state:
-            pins.note(problem, found.chosen, found.source)
-            _report(found, problem)
         if state is _state:  # else something has changed the answers meanwhile, and this one would stay
-            return instance(found.chosen, problem.device)
+            break
+    if not request:
+        pins.note(problem, found.chosen, found.source)
+        _report(found, problem)
+    return instance(found.chosen, problem.device)
 
 
 class _Wanted(NamedTuple):
@@ -179,7 +186,7 @@ _logged: set[str] = set()
 
 def _report(explanation: Explanation, problem: Problem) -> None:
     """Log the pick once, and once for each cause that a better one was passed over."""
-    what = f"grouped matmul on {problem.device} ({name_of(problem.dtype)})"
+    what = f"grouped matmul on {problem.device} ({dtype_name(problem.dtype)})"
     chosen, source, said = explanation.chosen, explanation.source, explanation.verdicts
     if source != "table":
         _once(logging.INFO, f"{what}: {chosen}, from the {source} {explanation.place}", "")
@@ -214,7 +221,7 @@ def changed() -> None:
 def refuse(key: BackendKey, device: torch.device, dtype: torch.dtype, reason: str) -> None:
     """Remember what a kernel said when it was called: that it is not implemented there."""
     verdicts.refused_late[key, device.type, device.index, dtype] = reason
-    there = (key, device.type, name_of(dtype))
+    there = (key, device.type, dtype_name(dtype))
     pins.unmake(lambda signature, backend: (backend, signature.device, signature.dtype) == there)
     changed()
 

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import torch
 
-from gmm_registry.contract import BackendKey, Problem
+from gmm_registry.contract import BackendKey, Problem, dtype_name
 from gmm_registry.environment import device_name
 from gmm_registry.registry.discovery import ANY, offers
 
@@ -37,13 +37,8 @@ class Signature(NamedTuple):
         """Round a problem."""
         mean = problem.rows / problem.groups if problem.groups else 0
         rounded = 2 ** round(log2(mean)) if mean else 0
-        dtype = name_of(problem.dtype)
+        dtype = dtype_name(problem.dtype)
         return cls(problem.device, dtype, problem.groups, rounded, problem.k, problem.n, problem.direction)
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """Name a dtype as files and reports do: "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 class Machine(NamedTuple):

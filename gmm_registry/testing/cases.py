@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gmm_registry.contract import dtype_name
+
 _MANTISSA = 24  # bits of the random numbers, as many as fp32 holds
 
 
@@ -138,7 +140,7 @@ def _cases() -> list[Case]:
         Case("long group", (3000, 96), 32, 32),
     ]
     for dtype in (bf16, f16, f32):
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         cases += [
             Case(f"{name}", (33, 0, 65, 14), 96, 80, dtype),
             Case(f"{name}, trans_b", (33, 0, 65, 14), 96, 80, dtype, trans_b=True),

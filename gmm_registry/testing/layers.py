@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
-from gmm_registry.contract import BackendKey, Problem
+from gmm_registry.contract import BackendKey, Problem, dtype_name
 from gmm_registry.errors import GmmRegistryError
 from gmm_registry.layers import Arguments, dMoE, permute, sort_by_expert, unpermute
 from gmm_registry.registry import get_backend
@@ -178,7 +178,7 @@ def _compare(args: Arguments, backend: str) -> LayerResult:
     assert x.grad is not None
     return LayerResult(
         backend,
-        str(dtype).removeprefix("torch."),
+        dtype_name(dtype),
         compare(out, want, dtype),
         compare(x.grad, wanted[0], dtype),
         {

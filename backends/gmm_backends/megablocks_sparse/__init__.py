@@ -11,9 +11,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from gmm_backends._cuda import too_old
 from gmm_backends._triton import missing_triton
 from gmm_backends.megablocks_sparse.padding import Padding
 from gmm_backends.megablocks_sparse.products import DTYPES, CheckedProducts
@@ -103,12 +103,7 @@ class CudaMegablocksSparse(MegablocksSparse):
         return missing_triton()
 
     def rejections(self, problem: Problem) -> list[str]:
-        reasons = super().rejections(problem) + self._missing
-        if torch.version.hip is None and torch.cuda.is_available():
-            major, minor = torch.cuda.get_device_capability(problem.index)
-            if major < 8:
-                reasons.append(f"compute capability {major}.{minor} < 8.0")
-        return reasons
+        return super().rejections(problem) + self._missing + too_old(problem, 8)
 
     def priority(self, problem: Problem) -> int:
         # Below torch's grouped_mm (10): padding writes and reads every row once more, and multiplies the

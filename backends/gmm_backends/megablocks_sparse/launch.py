@@ -5,12 +5,12 @@ Shape letters: M padded rows, N columns, H hidden, B blocks that are there.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gmm_backends._triton import shared_memory
 from gmm_backends.megablocks_sparse import kernels
 from gmm_registry.contract import BLOCK, Topology
 
@@ -40,7 +40,6 @@ TILES = (  # of 16-bit types; the first that fits into shared memory is taken
     Tile(128, 64, 8, warps=8, stages=3),
     Tile(128, 32, 8, warps=4, stages=2),
 )
-_LEAST_SHARED = 64 * 1024  # AMD's; also where torch does not tell
 
 
 def fitting(dtype: torch.dtype, shared: int) -> Tile:
@@ -50,10 +49,8 @@ def fitting(dtype: torch.dtype, shared: int) -> Tile:
     return next((tile for tile in TILES if tile.shared_memory(dtype) < shared), TILES[-1])
 
 
-@cache
 def _tile(dtype: torch.dtype, device: torch.device) -> Tile:
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return fitting(dtype, getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED))
+    return fitting(dtype, shared_memory(device))
 
 
 def sdd(x: Tensor, weight: Tensor, topology: Topology, *, tile: Tile | None = None) -> Tensor:

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gmm_backends import _cuda
 from gmm_backends._triton import missing_triton, multiprocessors
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
 _log = logging.getLogger("gmm_registry")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_OLDEST = (8, 0)  # compute capability, for the tensor cores' bf16
+_OLDEST = 8  # the major compute capability, for the tensor cores' bf16
 _HOPPER = (9, 0)
 _CELL = 128  # rows and columns of a tile, about
 _PROGRAMS = 2  # a multiprocessor that keep it busy
@@ -38,10 +39,7 @@ class TritonGrouped(GroupedMatmulBackend):
         reasons = list(self._missing)
         if problem.dtype not in _DTYPES:
             reasons.append(f"triton takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
-        capability = _capability(problem.device, problem.index)
-        if capability is not None and capability < _OLDEST:
-            reasons.append("compute capability {}.{} < 8.0".format(*capability))
-        return reasons
+        return reasons + _cuda.too_old(problem, _OLDEST)
 
     @cached_property
     def _missing(self) -> list[str]:
@@ -49,7 +47,7 @@ class TritonGrouped(GroupedMatmulBackend):
 
     def priority(self, problem: Problem) -> int:
         # torch's grouped_mm has 10. Measured on an H200 only: see docs/performance.md.
-        capability = _capability(problem.device, problem.index)
+        capability = _cuda.capability(problem.device, problem.index)
         if capability is None or problem.dtype == torch.float32:  # full precision has no tensor cores
             return 5
         if capability == _HOPPER:
@@ -115,7 +113,7 @@ def _quack_is_faster(problem: Problem) -> bool:
 @cache
 def _hopper_kernels(device: torch.device) -> ModuleType | None:
     """Return the launcher of the kernels for Hopper, if that is what the device is."""
-    if _capability(device.type, device.index) != _HOPPER:
+    if _cuda.capability(device.type, device.index) != _HOPPER:
         return None
     try:
         return import_module("gmm_backends.triton_grouped.launch_hopper")
@@ -152,11 +150,3 @@ def _current(x: Tensor) -> AbstractContextManager[None]:
     """Make the tensor's device the current one: Triton launches there."""
     context: AbstractContextManager[None] = (torch.xpu if x.is_xpu else torch.cuda).device_of(x)
     return context
-
-
-@cache
-def _capability(device: str, index: int | None) -> tuple[int, int] | None:
-    """Return NVIDIA's compute capability; None for every other device."""
-    if device != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(index)

@@ -37,7 +37,7 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
-def rows(x: Tensor, weight: Tensor, batch_sizes: BatchSizes, trans_b: bool, out: Tensor) -> Tensor:
+def rows(x: Tensor, weight: Tensor, batch_sizes: BatchSizes, trans_b: bool, out: Tensor) -> None:
     """Do `launch_plain.rows`."""
     deep = _ROWS["DEEP"]
     args = (
@@ -50,12 +50,11 @@ def rows(x: Tensor, weight: Tensor, batch_sizes: BatchSizes, trans_b: bool, out:
         x.shape[1],
     )
     _call(hopper.rows, x, args, (trans_b, _WIDE, *_ROWS.values()))
-    return out
 
 
 def products(
     x: Tensor, grad_out: Tensor, batch_sizes: BatchSizes, out: Tensor, accumulate: bool, part: int = 0
-) -> Tensor:
+) -> None:
     """Do `launch_plain.products`."""
     deep = _PRODUCTS["DEEP"]
     direct = accumulate or out.dtype != x.dtype
@@ -68,7 +67,6 @@ def products(
         *out.shape[1:],
     )
     _call(hopper.products, x, args, (_WIDE, *_PRODUCTS.values(), part, direct, accumulate), out.dtype)
-    return out
 
 
 def _call(

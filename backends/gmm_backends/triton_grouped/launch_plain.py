@@ -5,12 +5,12 @@ Shape letters: R rows, E groups, K inner, N outer dimension.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from gmm_backends._triton import shared_memory
 from gmm_backends.triton_grouped import plain, schedule
 from gmm_backends.triton_grouped.call import call, sixteenths
 from gmm_registry.contract import BatchSizes
@@ -37,7 +37,6 @@ _PRODUCTS = (Tile(128, 128, 32, 4, 4), Tile(128, 128, 32, 4, 2))
 _SHORT_PRODUCTS = (Tile(128, 128, 16, 4, 2),)
 _FP32 = (Tile(64, 64, 16, 4, 3),)  # full precision has no tensor cores
 _SHORT = 16  # rows a group, on average
-_LEAST_SHARED = 64 * 1024  # AMD's; also where torch does not tell
 _BAND = 8
 _SUMMED = 1024  # numbers a program of `plain.add_parts` sums
 
@@ -54,10 +53,8 @@ def fitting(tiles: tuple[Tile, ...], dtype: torch.dtype, shared: int) -> Tile:
     return next((tile for tile in tiles if tile.shared_memory(dtype) < shared), tiles[-1])
 
 
-@cache
-def _tile(tiles: tuple[Tile, ...], dtype: torch.dtype, device: torch.device) -> Tile:
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    return fitting(tiles, dtype, getattr(properties, "shared_memory_per_block_optin", _LEAST_SHARED))
+def _tile(tiles: tuple[Tile, ...], x: Tensor) -> Tile:
+    return fitting(tiles, x.dtype, shared_memory(x.device))
 
 
 def rows(
@@ -68,10 +65,10 @@ def rows(
     out: Tensor,
     *,
     tile: Tile | None = None,
-) -> Tensor:
+) -> None:
     """Write each group's rows (R, K) times its matrix to ``out`` (R, N)."""
     (length, inner), outer, groups = x.shape, out.shape[1], len(batch_sizes)
-    tile = tile or _tile(_SHORT_ROWS if is_short(length, groups) else _ROWS, x.dtype, x.device)
+    tile = tile or _tile(_SHORT_ROWS if is_short(length, groups) else _ROWS, x)
     wide = -(-outer // tile.wide)
     call(
         plain.rows,
@@ -83,7 +80,6 @@ def rows(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return out
 
 
 def products(
@@ -95,13 +91,13 @@ def products(
     part: int = 0,
     *,
     tile: Tile | None = None,
-) -> Tensor:
+) -> None:
     """Write ``x_e.T @ grad_out_e`` to ``out`` (E, K, N), or add it.
 
     With ``part`` for each part of so many rows: ``out`` then has a matrix for each part that there can be.
     """
     (matrices, inner, outer), groups = out.shape, len(batch_sizes)
-    tile = tile or _tile(_SHORT_PRODUCTS if is_short(len(x), groups) else _PRODUCTS, x.dtype, x.device)
+    tile = tile or _tile(_SHORT_PRODUCTS if is_short(len(x), groups) else _PRODUCTS, x)
     call(
         plain.products,
         matrices * -(-inner // tile.tall) * -(-outer // tile.wide),
@@ -112,10 +108,9 @@ def products(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return out
 
 
-def add_parts(parts: Tensor, batch_sizes: BatchSizes, part: int, out: Tensor, accumulate: bool) -> Tensor:
+def add_parts(parts: Tensor, batch_sizes: BatchSizes, part: int, out: Tensor, accumulate: bool) -> None:
     """Sum what `products` wrote for the parts of each group into ``out`` (E, K, N)."""
     numel = out[0].numel()
     plain.add_parts[(len(out), -(-numel // _SUMMED))](
@@ -127,4 +122,3 @@ def add_parts(parts: Tensor, batch_sizes: BatchSizes, part: int, out: Tensor, ac
         BLOCK=_SUMMED,
         ACCUMULATE=accumulate,
     )
-    return out

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from gmm_registry import BatchSizes, Problem, environment, explain, gmm
+from gmm_registry.contract import dtype_name
 from gmm_registry.measure import interleaved
 
 
@@ -35,7 +36,7 @@ def many_small_groups(dtype: torch.dtype) -> None:
     ends = sizes.ends("cpu")
     ours, theirs = microseconds(lambda: gmm(x, weight, sizes), lambda: F.grouped_mm(x, weight, offs=ends))
     chosen = explain("cpu", Problem.of(x, weight)).chosen
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     print(
         f"{name}, 64 groups of 16 rows, 256 x 256: gmm {ours:.0f} us on {chosen}, "
         f"grouped_mm {theirs:.0f} us: {theirs / ours:.2f} times its speed"

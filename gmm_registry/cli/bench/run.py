@@ -13,6 +13,7 @@ from gmm_registry.cli.bench.cells import Skipped, measure
 from gmm_registry.cli.bench.plan import Plan
 from gmm_registry.cli.bench.results import Cell, Report
 from gmm_registry.cli.bench.table import show_cell, show_header, show_skipped
+from gmm_registry.contract import dtype_name
 from gmm_registry.measure import ceilings
 
 
@@ -22,8 +23,7 @@ def run(console: Console, plan: Plan, json_file: Path | None) -> Report:
     task = bar.add_task("what the device can do", total=len(plan.shapes) * len(plan.distributions))
     with bar:
         most = ceilings(plan.device, plan.dtype)
-    dtype = str(plan.dtype).removeprefix("torch.")
-    report = Report(plan.device, dtype, environment.describe(plan.device), most)
+    report = Report(plan.device, dtype_name(plan.dtype), environment.describe(plan.device), most)
     show_header(console, report)
     cells = measure(plan, most, lambda text: bar.update(task, description=text, refresh=True))
     for found in _while_shown(bar, cells):
