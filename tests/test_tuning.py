@@ -993,3 +993,15 @@ def test_tune_on_a_device_that_is_not_there() -> None:
     result = CliRunner().invoke(app, ["tune", "--device", "cuda:99"])
     assert result.exit_code == 2
     assert "any.eager cannot check bfloat16, 4096 rows, weight (8, 1024, 1024) on cuda:99:" in result.stderr
+
+
+def test_what_is_no_problem_is_named() -> None:
+    x, *_ = operands()
+    for ask in (lambda: autotune(x), lambda: explain("cpu", x)):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"not Tensor: make one with Problem.of\(x, weight\)"):
+            ask()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"run.json cannot be written: there is no folder .*absent"):
+        save_choices(tmp_path / "absent" / "run.json")

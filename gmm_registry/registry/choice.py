@@ -27,7 +27,7 @@ from gmm_registry.registry import cache, discovery, pins, verdicts
 from gmm_registry.registry.discovery import candidates, find, parse_device
 from gmm_registry.registry.explanation import Explanation, Source, rank, reasons, winner
 from gmm_registry.registry.request import origin, requested
-from gmm_registry.registry.verdicts import bound, instance, judge, judge_device
+from gmm_registry.registry.verdicts import bound, instance, judge, judge_device, require_problem
 
 _log = logging.getLogger("gmm_registry")
 
@@ -55,6 +55,7 @@ def explain(
     name = requested(backend, kind)
     source = origin(backend, kind) if name else "table"
     if problem is not None:
+        require_problem(problem)
         problem = replace(problem, device=kind, index=problem.index if index is None else index)
         return _explain(problem, _wanted(problem, name, source), candidates(kind))
     said = rank(judge_device(key, kind, index) for key in candidates(kind))

@@ -99,6 +99,8 @@ def write(path: Path, choices: Iterable[Choice]) -> None:
     """Write a file that others see in whole or not at all."""
     lines = ",\n".join(f"  {json.dumps(_entry(choice))}" for choice in choices)
     path = Path(os.path.realpath(path))  # a link is to stay one
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path} cannot be written: there is no folder {path.parent}")
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}")
     try:
         unfinished.write_text(f'{{"format": "{_FORMAT}", "choices": [\n{lines}\n]}}\n', "utf-8")

@@ -16,7 +16,7 @@ from gmm_registry.registry.discovery import candidates
 from gmm_registry.registry.explanation import rank, reasons
 from gmm_registry.registry.records import Choice
 from gmm_registry.registry.trial import DISTRIBUTIONS, REFERENCE, Timing, Trial
-from gmm_registry.registry.verdicts import instance, judge
+from gmm_registry.registry.verdicts import instance, judge, require_problem
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,11 @@ def autotune(problem: Problem, *, seconds: float = 10.0, save: bool = True) -> T
         save: write the choice to the cache, for this and every later process.
 
     Raises:
+        TypeError: it is no problem.
         ValueError: the problem has nothing to multiply, or the seconds are negative or not finite.
         BackendUnavailableError: no backend can do it; the message gives every reason.
     """
+    require_problem(problem)
     measure.check_seconds(seconds)
     if min(problem.rows, problem.groups, problem.k, problem.n) < 1:
         raise ValueError(f"there is nothing to measure in {problem}")

@@ -78,6 +78,14 @@ def _missing_device(device: str, index: int | None) -> tuple[str, ...]:
     return ()
 
 
+def require_problem(problem: object) -> None:
+    """Raise TypeError for what is no problem, such as the tensors of one."""
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            f"a problem is a Problem, not {type(problem).__name__}: make one with Problem.of(x, weight)"
+        )
+
+
 def judge(key: BackendKey, problem: Problem) -> Verdict:
     """Ask one backend about one problem. Whatever a plugin raises becomes a reason."""
     backend = bound(key, problem.device)
