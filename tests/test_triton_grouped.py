@@ -169,10 +169,11 @@ def test_the_plain_kernels_without_a_gpu():
 
 
 @needs_triton
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("trans_b", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_rows_compile_for_hopper(dtype, trans_b):
-    from gmm_backends.triton_grouped import hopper, launch_hopper
+def test_rows_compile_for_hopper(dtype, trans_b, dynamic):
+    from gmm_backends.triton_grouped import hopper_rows, launch_hopper
 
     deep, wide = launch_hopper._ROWS["DEEP"], launch_hopper._WIDE
     signature = {
@@ -181,7 +182,8 @@ def test_rows_compile_for_hopper(dtype, trans_b):
         "out": described(dtype, 1, 1, 64, wide // 2),
         **dict.fromkeys(("groups", "wide", "inner"), "i32"),
     }
-    compile_for_hopper(hopper.rows, signature, TRANS_B=trans_b, WIDE=wide, **launch_hopper._ROWS)
+    constants = {"TRANS_B": trans_b, "WIDE": wide, **launch_hopper._ROWS, "DYNAMIC": dynamic}
+    compile_for_hopper(hopper_rows.rows, signature, **constants)
 
 
 @needs_triton
@@ -189,7 +191,7 @@ def test_rows_compile_for_hopper(dtype, trans_b):
 @pytest.mark.parametrize(("out", "accumulate"), [("described", False), ("*fp32", False), ("*fp32", True)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_products_compile_for_hopper(dtype, out, accumulate, part):
-    from gmm_backends.triton_grouped import hopper, launch_hopper
+    from gmm_backends.triton_grouped import hopper_products, launch_hopper
 
     deep, wide = launch_hopper._PRODUCTS["DEEP"], launch_hopper._WIDE
     signature = {
@@ -199,7 +201,7 @@ def test_products_compile_for_hopper(dtype, out, accumulate, part):
         **dict.fromkeys(("groups", "inner", "outer"), "i32"),
     }
     compile_for_hopper(
-        hopper.products,
+        hopper_products.products,
         signature,
         WIDE=wide,
         **launch_hopper._PRODUCTS,
@@ -240,6 +242,8 @@ KERNELS = ("launch_plain", "launch_hopper")
 SHAPES = {
     "whole tiles": ((256, 128, 384), 128, 512),
     "unequal": ((300, 0, 65, 64, 1, 0, 129), 200, 264),
+    "equal": ((192, 192, 192), 136, 520),
+    "equal and more than multiprocessors": ((64,) * 150, 72, 320),
     "narrow": ((100, 30), 8, 8),
     "tall": ((3000,), 64, 64),
     "many": (tuple(37 * e % 90 for e in range(200)), 72, 320),

@@ -14,13 +14,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gmm_backends._triton import multiprocessors
-from gmm_backends.triton_grouped import hopper, schedule
+from gmm_backends.triton_grouped import hopper_handover, hopper_products, hopper_rows, schedule
 from gmm_backends.triton_grouped.call import call
 from gmm_registry.contract import BatchSizes
 
-_TALL = hopper.TALL.value
-_HALF = hopper.HALF.value
-_ENDLESS = hopper.ENDLESS.value
+_TALL = hopper_handover.TALL.value
+_HALF = hopper_handover.HALF.value
+_ENDLESS = hopper_handover.ENDLESS.value
 _WIDE = 256
 _ROWS = {"DEEP": 64, "STAGES": 4, "BAND": 16}  # the fastest of those tried: see docs/performance.md
 _PRODUCTS = {"DEEP": 32, "STAGES": 6}
@@ -40,16 +40,21 @@ def takes(*tensors: Tensor) -> bool:
 def rows(x: Tensor, weight: Tensor, batch_sizes: BatchSizes, trans_b: bool, out: Tensor) -> None:
     """Do `launch_plain.rows`."""
     deep = _ROWS["DEEP"]
+    # Programs that go through equal tiles in step read the same at the same time, which the L2 cache serves
+    # at once. Of unequal groups, whoever is done takes the next tile.
+    dynamic = batch_sizes.skew != 1
+    tiles = schedule.of(batch_sizes, x.device, _TALL)
     args = (
         _whole(x, (_HALF, deep)),
         _whole(weight, (1, _WIDE, deep) if trans_b else (1, deep, _WIDE)),
         _ragged(out, (_HALF, _WIDE // 2)),
-        schedule.of(batch_sizes, x.device, _TALL),
+        tiles,
+        _counter(x) if dynamic else tiles,
         len(batch_sizes),
         -(-out.shape[1] // _WIDE),
         x.shape[1],
     )
-    _call(hopper.rows, x, args, (trans_b, _WIDE, *_ROWS.values()))
+    _call(hopper_rows.rows, x, args, (trans_b, _WIDE, *_ROWS.values(), dynamic))
 
 
 def products(
@@ -63,10 +68,17 @@ def products(
         _ragged(grad_out, (deep, _WIDE)),
         out if direct else _whole(out, (1, _HALF, _WIDE)),
         schedule.of(batch_sizes, x.device, part or _TALL),
+        _counter(x),
         len(batch_sizes),
         *out.shape[1:],
     )
-    _call(hopper.products, x, args, (_WIDE, *_PRODUCTS.values(), part, direct, accumulate), out.dtype)
+    constants = (_WIDE, *_PRODUCTS.values(), part, direct, accumulate)
+    _call(hopper_products.products, x, args, constants, out.dtype)
+
+
+def _counter(x: Tensor) -> Tensor:
+    """Make what the programs of one launch count the tiles with that they have taken."""
+    return torch.zeros(1, dtype=torch.int32, device=x.device)
 
 
 def _call(
