@@ -107,7 +107,8 @@ class BatchSizes:
         >>> BatchSizes([2, 0, 4]).skew
         2
         """
-        return self.derived("skew", self._skew) if self.counts.is_cpu else None
+        skew = self._forms.get("skew")  # asked for at each call
+        return skew if skew or not self.counts.is_cpu else self.derived("skew", self._skew)
 
     def on(self, device: torch.device | str) -> Tensor:
         """The counts on ``device``, (E,) int64."""

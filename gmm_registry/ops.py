@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from gmm_registry.contract import BatchSizes, Direction, GroupedMatmulBackend, autocast, prepare
 from gmm_registry.errors import BackendUnavailableError
+from gmm_registry.registry import choice
 from gmm_registry.registry.choice import choose, forgive, refuse
 from gmm_registry.registry.request import requested
 from gmm_registry.registry.verdicts import describe
@@ -58,9 +59,9 @@ def gmm(
             [5., 5.]])
     """
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
-    name = requested(backend, x.device.type)
-    if not torch.compiler.is_compiling():
-        transform = torch._C._functorch.peek_interpreter_stack()
+    name = requested(backend, x.device)
+    if not _is_compiling():
+        transform = _transform()
         if transform is None and _needs_no_dispatch(x, weight):
             return _gmm(x, weight, sizes, trans_b, name)
         if transform is not None and transform.key() in _GRADIENTS:
@@ -88,7 +89,7 @@ def weight_grad(
     Returns:
         (E, K, N), exactly zero for an empty group.
     """
-    name = requested(backend, x.device.type)
+    name = requested(backend, x.device)
     counts = BatchSizes.of(batch_sizes).counts
     return cast(Tensor, _weight_grad_op(autocast(x), autocast(grad_out), counts, False, name))
 
@@ -104,7 +105,7 @@ def gmm_into(
 ) -> Tensor:
     """Do `gmm` into ``out`` (R, N), which is returned. No gradient flows through it."""
     x, weight, sizes, trans_b = prepare(x, weight, batch_sizes, trans_b)
-    name = requested(backend, x.device.type)
+    name = requested(backend, x.device)
     with torch.no_grad():
         return _gmm(x, weight, sizes, trans_b, name, out)
 
@@ -120,6 +121,12 @@ _library.define(
 )
 _gmm_op = torch.ops.gmm_registry.gmm.default
 _weight_grad_op = torch.ops.gmm_registry.weight_grad.default
+# Looked up once: each step to a name costs a call that has just launched a kernel, its caches cold.
+_is_compiling = torch.compiler.is_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_transform = torch._C._functorch.peek_interpreter_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_profiler_enabled = torch._C._autograd._profiler_enabled
 _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _GRADIENTS = (torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp)
@@ -133,13 +140,13 @@ def _needs_no_dispatch(x: Tensor, weight: Tensor) -> bool:
     Two passes through a Python operator cost more than a decode-sized product does.
     """
     return (
-        not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
+        not (_is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         and forward_ad._current_level < 0
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and not x.is_meta
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._autograd._profiler_enabled()
+        and not _dispatch_modes()
+        and not _profiler_enabled()
     )
 
 
@@ -199,29 +206,59 @@ def _weight_grad_shape(x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: boo
     return counts.shape[0], *((n, k) if trans_b else (k, n))
 
 
-def _run(
-    name: str,
-    x: Tensor,
-    weight_shape: tuple[int, int, int],
+_Plan = tuple[tuple[int, ...], GroupedMatmulBackend | None]
+_plans: dict[tuple[object, ...], _Plan] = {}
+_MOST = 4096  # plans
+
+
+def _plan(
+    shape_of: Callable[[Tensor, Tensor, Tensor, bool], tuple[int, ...]],
     direction: Direction,
-    skew: int | None,
-    shape: tuple[int, ...],
-    product: Callable[[GroupedMatmulBackend], Tensor],
+    name: str,
+    a: Tensor,
+    b: Tensor,
+    sizes: BatchSizes,
+    trans_b: bool,
+) -> _Plan:
+    """Check all operands; return the shape of the result, and the backend unless it has no work.
+
+    After the first time this costs one look-up.
+    """
+    a_shape, counts = a.shape, sizes.counts
+    # fmt: off
+    key = (
+        choice.state,  # a plan made while the registry's answers change has the old one: nobody finds it
+        direction, name, trans_b, sizes.skew, counts.shape, counts.is_meta,
+        a_shape, a.dtype, a.device, a.layout, b.shape, b.dtype, b.device, b.layout,
+    )
+    # fmt: on
+    plan = _plans.get(key)
+    if plan is not None:
+        sizes.check(a_shape[0])
+        return plan
+    shape = shape_of(a, b, counts, trans_b)
+    sizes.check(a_shape[0])
+    weight_shape = shape if direction == "grad_w" else b.shape
+    backend = None
+    if 0 not in (*a.shape, *shape):
+        backend = choose(name, a.device, a.dtype, a.shape[0], *weight_shape, direction, sizes.skew)
+    elif name:  # a rank without rows refuses what the other ranks refuse
+        choose(name, a.device, a.dtype, a.shape[0], *weight_shape)
+    if len(_plans) >= _MOST:
+        _plans.clear()
+    _plans[key] = shape, backend
+    return shape, backend
+
+
+def _checked(
+    result: Tensor, backend: GroupedMatmulBackend, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
-    backend = choose(name, x.device, x.dtype, x.shape[0], *weight_shape, direction, skew)
-    try:
-        result = product(backend)
-    except NotImplementedError as error:
-        # A kernel that is named but not there has computed nothing: that is a refusal that comes late. Any
-        # other exception is a fault and never sends the call to another backend.
-        if name:
-            raise
-        backend, result = _without(backend, error, x, weight_shape, direction, skew, product)
+    """Let nothing out of a backend that is not what was asked for."""
     if not isinstance(result, Tensor):
         raise RuntimeError(f"{backend.key} returned {type(result).__name__}, not a tensor")
-    if result.shape != shape or result.dtype is not x.dtype:
+    if result.shape != shape or result.dtype is not dtype:
         raise RuntimeError(
-            f"{backend.key} returned {tuple(result.shape)} {result.dtype}, not {shape} {x.dtype}"
+            f"{backend.key} returned {tuple(result.shape)} {result.dtype}, not {shape} {dtype}"
         )
     return result.contiguous()
 
@@ -229,13 +266,20 @@ def _run(
 def _without(
     backend: GroupedMatmulBackend,
     error: NotImplementedError,
+    name: str,
     x: Tensor,
-    weight_shape: tuple[int, int, int],
+    weight_shape: tuple[int, ...],
     direction: Direction,
     skew: int | None,
     product: Callable[[GroupedMatmulBackend], Tensor],
 ) -> tuple[GroupedMatmulBackend, Tensor]:
-    """Compute on the next backend that has the kernel, and remember which did not."""
+    """Compute on the next backend that has the kernel, and remember which did not.
+
+    A kernel that is named but not there has computed nothing: that is a refusal that comes late. Any other
+    exception is a fault and never sends the call to another backend.
+    """
+    if name:
+        raise error
     absent = {backend.key: error}
     while True:
         for key, reason in absent.items():
@@ -251,49 +295,42 @@ def _without(
             absent[backend.key] = another
 
 
-def _check_name(name: str, x: Tensor, weight_shape: tuple[int, ...]) -> None:
-    """Refuse on a rank without rows what the other ranks refuse."""
-    if name:
-        groups, k, n = weight_shape
-        choose(name, x.device, x.dtype, x.shape[0], groups, k, n)
-
-
 def _gmm(
     x: Tensor, weight: Tensor, sizes: BatchSizes, trans_b: bool, name: str, out: Tensor | None = None
 ) -> Tensor:
-    rows, n = _gmm_shape(x, weight, sizes.counts, trans_b)
-    sizes.check(rows)
-    if out is not None and (out.shape != (rows, n) or out.dtype != x.dtype or out.device != x.device):
+    direction: Direction = "grad_x" if trans_b else "forward"
+    shape, backend = _plan(_gmm_shape, direction, name, x, weight, sizes, trans_b)
+    if out is not None and (out.shape != shape or out.dtype != x.dtype or out.device != x.device):
         raise ValueError(
-            f"out must be ({rows}, {n}) {x.dtype} on {x.device}, "
-            f"got {tuple(out.shape)} {out.dtype} on {out.device}"
+            f"out must be {shape} {x.dtype} on {x.device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
         )
-    if 0 in (rows, n, x.shape[1]):
-        _check_name(name, x, weight.shape)
-        return x.new_zeros(rows, n) if out is None else out.zero_()
+    if backend is None:
+        return x.new_zeros(shape) if out is None else out.zero_()
     x, weight = x.contiguous(), weight.contiguous()
-    return _run(
-        name,
-        x,
-        cast(tuple[int, int, int], weight.shape),
-        "grad_x" if trans_b else "forward",
-        sizes.skew,
-        (rows, n),
-        lambda backend: backend.forward(x, weight, sizes, trans_b=trans_b, out=out),
-    )
+    try:
+        result = backend.forward(x, weight, sizes, trans_b=trans_b, out=out)
+    except NotImplementedError as error:
+        backend, result = _without(
+            *(backend, error, name, x, weight.shape, direction, sizes.skew),
+            lambda other: other.forward(x, weight, sizes, trans_b=trans_b, out=out),
+        )
+    return _checked(result, backend, shape, x.dtype)
 
 
 def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, name: str) -> Tensor:
-    shape = _weight_grad_shape(x, grad_out, sizes.counts, trans_b)
-    sizes.check(x.shape[0])
-    if 0 in (x.shape[0], *shape):
-        _check_name(name, x, shape)
+    shape, backend = _plan(_weight_grad_shape, "grad_w", name, x, grad_out, sizes, trans_b)
+    if backend is None:
         return x.new_zeros(shape)
     left, right = (grad_out, x) if trans_b else (x, grad_out)
     left, right = left.contiguous(), right.contiguous()
-    return _run(
-        name, x, shape, "grad_w", sizes.skew, shape, lambda backend: backend.weight_grad(left, right, sizes)
-    )
+    try:
+        result = backend.weight_grad(left, right, sizes)
+    except NotImplementedError as error:
+        backend, result = _without(
+            *(backend, error, name, x, shape, "grad_w", sizes.skew),
+            lambda other: other.weight_grad(left, right, sizes),
+        )
+    return _checked(result, backend, shape, x.dtype)
 
 
 class _Gmm(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gmm_registry
-from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm
+from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm, ops
 from gmm_registry.testing import TOLERANCES, compare, reference_gmm, reference_grads
 
 DTYPES = tuple(dtype for dtype in TOLERANCES if dtype != torch.float64)
@@ -299,6 +299,40 @@ def test_a_faulty_call_changes_no_later_choice():
         with pytest.raises(ValueError, match="batch_sizes"):
             gmm(x, weight, counts)
     assert gmm(x, weight, [2, 3]).shape == (5, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"batch_sizes": BatchSizes([2, 4])}, "batch_sizes"),
+        ({"batch_sizes": BatchSizes([6, -1])}, "batch_sizes"),
+        ({"batch_sizes": BatchSizes([2, 3, 0])}, "batch_sizes"),
+        ({"batch_sizes": BatchSizes(torch.tensor([2, 3], device="meta"))}, "batch_sizes"),
+        ({"x": torch.ones(5, 8).double()}, "float64"),
+        ({"x": torch.ones(5, 8, device="meta")}, "meta"),
+        ({"x": torch.ones(5, 8).to_sparse()}, "sparse"),
+        ({"weight": torch.ones(2, 8, 16).half()}, "float16"),
+        ({"weight": torch.ones(2, 8, 16, device="meta")}, "meta"),
+        ({"trans_b": True}, "K = 8"),
+        ({"backend": "egaer"}, "egaer"),
+    ],
+    ids=str,
+)
+def test_a_call_is_checked_though_it_resembles_an_earlier_one(change, error):
+    """What a call has found out is kept for later ones, and only for those that it holds for."""
+    right = {"x": torch.ones(5, 8), "weight": torch.ones(2, 8, 16), "batch_sizes": BatchSizes([2, 3])}
+    for _ in range(2):
+        assert gmm(**right).shape == (5, 16)
+        with pytest.raises((ValueError, TypeError, gmm_registry.UnknownBackendError), match=error):
+            gmm(**right | change)
+
+
+def test_only_so_much_is_kept_of_earlier_calls(monkeypatch):
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(ops, "_MOST", 3)
+    for rows in range(1, 9):
+        assert gmm(torch.ones(rows, 2), torch.ones(1, 2, 2), [rows]).shape == (rows, 2)
+        assert len(ops._plans) <= 3
 
 
 def test_a_rank_without_rows_refuses_what_the_others_refuse():

@@ -42,7 +42,7 @@ def companions_for(
         return None
     dtype = autocast(x[:0]).dtype  # of no rows, since only the type is wanted
     try:
-        name = requested(backend, x.device.type)
+        name = requested(backend, x.device)
         chosen = choose(name, x.device, dtype, permutation.rows, groups, k, n, direction, skew)
     except GmmRegistryError:
         return None  # if the product needs a backend, it raises this

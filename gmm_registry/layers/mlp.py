@@ -191,7 +191,7 @@ class _Sparse(ExpertMLP):
     def products(
         self, batch_sizes: BatchSizes, device: torch.device, companions: Companions | None = None
     ) -> Products:
-        asked = self.args.backend or requested(None, device.type)
+        asked = self.args.backend or requested(None, device)
         backend = get_backend(device, asked or "megablocks_sparse")
         if not isinstance(backend, BlockSparseProducts):
             raise ValueError(f"{backend.key} has no block-sparse products; mlp_impl='sparse' needs them")

@@ -123,11 +123,11 @@ def choose(
     """
     problem = Problem(device.type, device.index, dtype, rows, groups, k, n, direction, skew)
     while True:
-        state = _state
+        before = state
         found = _explain(problem, _wanted(problem, request))
         if found.chosen is None:
             _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
-        if state is _state:  # else something has changed the answers meanwhile, and this one would stay
+        if before is state:  # else something has changed the answers meanwhile, and this one would stay
             break
     if not request:
         pins.note(problem, found.chosen, found.source)
@@ -209,13 +209,13 @@ def _once(level: int, headline: str, causes: str) -> None:
 
 # --- what changes the answers ---------------------------------------------------------------------
 
-_state = object()  # another one after every change
+state = object()  # another one after every change
 
 
 def changed() -> None:
     """Forget every choice, and those that other threads are making."""
-    global _state
-    _state = object()
+    global state
+    state = object()
     choose.cache_clear()
 
 

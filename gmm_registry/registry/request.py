@@ -20,6 +20,7 @@ ENVIRONMENT = "GMM_REGISTRY_BACKEND"
 _environment = getattr(os.environ, "_data", os.environ)
 _KEY = os.environ.encodekey(ENVIRONMENT)
 
+_is_compiling = torch.compiler.is_compiling
 _scoped: ContextVar[str] = ContextVar("gmm_registry_backend", default="")
 # torch.compile guards on a module global, but cannot read a context variable. So compiled code goes by
 # the block entered last on any thread, and is traced again when that changes.
@@ -28,14 +29,18 @@ _open: dict[object, str] = {}  # the blocks that are open, in the order of enter
 _lock = Lock()
 
 
-def requested(argument: str | None, device: str) -> str:
-    """Return the name asked for on a device type, or "" where the choice is automatic."""
-    if torch.compiler.is_compiling():
-        return _named(argument, scope, device)
+def requested(argument: str | None, device: str | torch.device) -> str:
+    """Return the name asked for on a type of device, or "" where the choice is automatic."""
+    if _is_compiling():
+        return _named(argument, scope, _kind(device))
     scoped = _scoped.get()
     if not (argument or scoped) and _KEY not in _environment:
         return ""  # as in nearly every call, at a tenth of the cost
-    return _named(argument, scoped, device)
+    return _named(argument, scoped, _kind(device))
+
+
+def _kind(device: str | torch.device) -> str:
+    return device if isinstance(device, str) else device.type
 
 
 def _named(argument: str | None, scoped: str, device: str) -> str:
