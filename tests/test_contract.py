@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gmm_registry
-from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm, ops
+from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm, plan
 from gmm_registry.testing import TOLERANCES, compare, reference_gmm, reference_grads
 
 DTYPES = tuple(dtype for dtype in TOLERANCES if dtype != torch.float64)
@@ -328,11 +328,11 @@ def test_a_call_is_checked_though_it_resembles_an_earlier_one(change, error):
 
 
 def test_only_so_much_is_kept_of_earlier_calls(monkeypatch):
-    monkeypatch.setattr(ops, "_plans", {})
-    monkeypatch.setattr(ops, "_MOST", 3)
+    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(plan, "_MOST", 3)
     for rows in range(1, 9):
         assert gmm(torch.ones(rows, 2), torch.ones(1, 2, 2), [rows]).shape == (rows, 2)
-        assert len(ops._plans) <= 3
+        assert len(plan._plans) <= 3
 
 
 def test_a_rank_without_rows_refuses_what_the_others_refuse():
