@@ -18,6 +18,7 @@ from gmm_registry import measure
 from gmm_registry.accelerator import synchronize
 from gmm_registry.contract import BackendKey, BatchSizes, Direction, GroupedMatmulBackend, Problem
 from gmm_registry.errors import BackendUnavailableError
+from gmm_registry.operands import Operands, fault, row_error
 from gmm_registry.registry.verdicts import describe
 
 DISTRIBUTIONS = ("uniform", "zipf")  # groups as equal as can be, and a few that get most of the rows
@@ -25,10 +26,6 @@ REFERENCE = BackendKey("any", "eager")
 _HOPELESS = 5  # times as long as the best
 _TRIES = 2  # before a backend counts as hopeless, since any one call can be unlucky
 _ROUNDS = 7  # that `measure.interleaved` plays at least
-# The largest error of a row, relative to the largest row, between two right results: both were rounded, and
-# in fp32 one may use TF32, where that is switched on.
-_ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-3, torch.float64: 1e-10}
-_CHUNK = 4096  # rows compared at a time, since a whole result in fp32 may not fit
 
 
 @dataclass(frozen=True)
@@ -49,18 +46,10 @@ class Trial:
     """Random operands of a problem, and the sizes of its groups."""
 
     def __init__(self, problem: Problem) -> None:
-        rows, groups, k, n = problem.rows, problem.groups, problem.k, problem.n
-        device = torch.device(
-            problem.device if problem.index is None else f"{problem.device}:{problem.index}"
-        )
-        generator = torch.Generator(device).manual_seed(0)
-
-        def random(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, dtype=problem.dtype, device=device)
-
-        self.x, self.grad_out = random(rows, k), random(rows, n)
-        self.weight = random(groups, k, n).mul_(k**-0.5)  # so that no result overflows fp16
-        self.device = self.x.device
+        rows, groups = problem.rows, problem.groups
+        device = problem.device if problem.index is None else f"{problem.device}:{problem.index}"
+        self.operands = Operands.draw(rows, groups, problem.k, problem.n, problem.dtype, device)
+        self.device = self.operands.x.device
         self.sizes = {name: BatchSizes(measure.group_sizes(name, rows, groups)) for name in DISTRIBUTIONS}
         for sizes in self.sizes.values():
             sizes.check(rows)  # as `gmm` does before it calls a backend
@@ -97,12 +86,13 @@ class Trial:
     def _product(
         self, backend: GroupedMatmulBackend, direction: Direction, distribution: str
     ) -> Callable[[], Tensor]:
+        x, weight, grad_out = self.operands
         sizes = self.sizes[distribution]
         if direction == "grad_w":
-            return partial(backend.weight_grad, self.x, self.grad_out, sizes)
+            return partial(backend.weight_grad, x, grad_out, sizes)
         if direction == "grad_x":
-            return partial(backend.forward, self.grad_out, self.weight, sizes, trans_b=True)
-        return partial(backend.forward, self.x, self.weight, sizes, trans_b=False)
+            return partial(backend.forward, grad_out, weight, sizes, trans_b=True)
+        return partial(backend.forward, x, weight, sizes, trans_b=False)
 
 
 def _timed(timing: Timing, name: str, ms: float) -> Timing:
@@ -144,13 +134,4 @@ def _wrong(got: object, want: Tensor) -> str:
     if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != want.dtype:
         what = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, Tensor) else type(got).__name__
         return f"wrong: returned {what}, not {tuple(want.shape)} {want.dtype}"
-    worst, largest = [], []
-    for a, b in zip(got.flatten(0, -2).split(_CHUNK), want.flatten(0, -2).split(_CHUNK), strict=True):
-        exact = b.to(torch.promote_types(b.dtype, torch.float32))
-        worst.append((a.to(exact.dtype) - exact).norm(dim=1).max())
-        largest.append(exact.norm(dim=1).max())
-    error = (torch.stack(worst).max() / torch.stack(largest).max()).item()
-    allowed = _ALLOWED[want.dtype]
-    if error <= allowed:  # not so for NaN
-        return ""
-    return f"wrong: a row is off from {REFERENCE}'s by {error:.1e} of the largest, allowed are {allowed:.0e}"
+    return fault(row_error(got, want), want.dtype)

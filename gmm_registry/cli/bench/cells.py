@@ -11,10 +11,11 @@ import torch
 
 from gmm_registry import BatchSizes, Problem, Rejected, explain
 from gmm_registry.cli.bench.plan import Plan
-from gmm_registry.cli.bench.products import Operands, Products, check
+from gmm_registry.cli.bench.products import Products, check, products
 from gmm_registry.cli.bench.results import AUTOMATIC, DIRECTIONS, Cell, Entry
 from gmm_registry.cli.bench.shapes import Shape
 from gmm_registry.measure import Ceilings, group_sizes, interleaved
+from gmm_registry.operands import Operands
 
 # Operands, references, and a result that its check needs twice: each at most as large as the operands.
 _COPIES = 4
@@ -45,7 +46,7 @@ def measure(plan: Plan, ceilings: Ceilings, say: Say) -> Iterator[Cell | Skipped
 
 
 def _cells(shape: Shape, plan: Plan, ceilings: Ceilings, say: Say) -> Iterator[Cell]:
-    operands = Operands.draw(shape, plan.dtype, plan.device)
+    operands = Operands.draw(shape.rows, shape.groups, shape.k, shape.n, plan.dtype, plan.device)
     for distribution in plan.distributions:
         yield _cell(shape, distribution, operands, plan, ceilings, say)
 
@@ -61,19 +62,19 @@ def _cell(
     verdicts = [verdict for verdict in explain(plan.device, problem).verdicts if verdict.key in plan.keys]
     refusals = {str(v.key): list(v.reasons) for v in verdicts if isinstance(v, Rejected)}
     names = [name for verdict in verdicts if (name := str(verdict.key)) not in refusals]
-    contenders = {name: operands.products(sizes, name) for name in names}
+    contenders = {name: products(operands, sizes, name) for name in names}
     if plan.automatic:
-        contenders[AUTOMATIC] = operands.products(sizes, None)
+        contenders[AUTOMATIC] = products(operands, sizes, None)
 
     say(f"{where}: checking")
-    checked = _checked(contenders, operands.products(sizes, "any.eager"))
-    right = {name: products for name, products in contenders.items() if not checked[name][1]}
+    checked = _checked(contenders, products(operands, sizes, "any.eager"))
+    right = {name: calls for name, calls in contenders.items() if not checked[name][1]}
     times: dict[str, dict[str, float]] = {name: {} for name in contenders}
     limits: dict[str, float] = {}
     chosen: dict[str, str] = {}
     for direction in DIRECTIONS:
         say(f"{where}: timing {direction}")
-        functions = [products[direction] for products in right.values()]
+        functions = [calls[direction] for calls in right.values()]
         found = interleaved(functions, plan.device, seconds=plan.seconds / len(DIRECTIONS))
         for name, milliseconds in zip(right, found, strict=True):
             times[name][direction] = milliseconds
@@ -92,7 +93,7 @@ def _checked(
 ) -> dict[str, tuple[dict[str, float | None], str]]:
     """Return by backend what `check` says; the reference results are gone when the clock starts."""
     want = {direction: product() for direction, product in reference.items()}
-    return {name: check(products, want) for name, products in contenders.items()}
+    return {name: check(calls, want) for name, calls in contenders.items()}
 
 
 def _memory(device: torch.device) -> float:

@@ -20,7 +20,8 @@ The file is one JSON object, written anew after every table:
     - ``backend``: its key, or "automatic".
     - ``ms``: the median of each direction; empty if there is a fault.
     - ``tflops``, ``of_limit``: what follows from ``ms``, for each direction. The limit is 1.
-    - ``error``: the relative Frobenius distance from any.eager in each direction; null if it is not finite.
+    - ``error``: in each direction, how far the row that is off most is off from any.eager's, over the length
+      of the largest row; null if it is not finite.
     - ``fault``: what was wrong; empty if nothing was.
 """
 
