@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gmm_registry.accelerator import synchronize
+from gmm_registry.accelerator import current_stream, synchronize
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -22,7 +22,8 @@ class BatchSizes:
     """Hold the rows of each group once, and every form of them that a backend asks for.
 
     Give one `BatchSizes` to all the grouped matmuls of a layer: each form is made at most once, and the
-    counts cross between host and device at most once in each direction.
+    counts cross between host and device at most once in each direction. On an accelerator that is so for each
+    of its streams; in a CUDA graph use one that was made inside.
 
     Args:
         counts: rows of each group, (E,): a CPU int64 or int32 tensor, or ints. They are copied.
@@ -126,13 +127,8 @@ class BatchSizes:
         return self._form("offsets", device, lambda d: pad(self.ends(d), (1, 0)))
 
     def _form(self, name: str, device: torch.device | str, make: Callable[[torch.device], Tensor]) -> Tensor:
-        form = self._forms.get((name, device))
-        if form is None:
-            device = _indexed(device)
-            form = self._forms.get((name, device))
-            if form is None:
-                form = self._forms[name, device] = make(device)
-        return cast(Tensor, form)
+        device = _indexed(device)
+        return self.derived(name, lambda: make(device), device)
 
     def _to(self, device: torch.device) -> Tensor:
         counts = self.counts.to(device)  # never non_blocking: whoever reads them would read too early
@@ -141,12 +137,21 @@ class BatchSizes:
         return counts
 
     def _skew(self) -> int:
-        sizes = self.counts.tolist()
+        sizes = self.counts.flatten().tolist()  # an operator's counts are checked later
         rows = sum(sizes)
         return 1 << (-(-max(sizes) * len(sizes) // rows) - 1).bit_length() if rows else 1
 
-    def derived(self, key: object, make: Callable[[], _T]) -> _T:
-        """Return what a backend makes of the counts; made once, with the forms, under a key of its own."""
+    def derived(self, key: object, make: Callable[[], _T], device: torch.device | None = None) -> _T:
+        """Return what a backend makes of the counts; made once, with the forms, under a key of its own.
+
+        Args:
+            key: whose, and of what kind.
+            make: makes it.
+            device: where it lies, with its index, if it lies on one. It is then made once for each stream
+                that asks, since no stream waits for what another is still making.
+        """
+        if device is not None:
+            key = key, device, current_stream(device)
         if key not in self._forms:
             self._forms[key] = make()
         return cast(_T, self._forms[key])

@@ -7,7 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gmm_registry import BatchSizes, gmm
+from gmm_registry import BatchSizes, batch_sizes, gmm
+from gmm_registry.accelerator import current_stream
+
+META = torch.device("meta")
 
 
 class Crossings(TorchDispatchMode):
@@ -49,6 +52,24 @@ def test_each_form_is_made_once():
     for form in (sizes.on, sizes.ends, sizes.offsets):
         assert form("cpu") is form(torch.device("cpu"))
     assert sizes.host is sizes.on("cpu")
+
+
+def test_each_stream_has_forms_of_its_own(monkeypatch):
+    """No stream waits for what another is still making, or keeps what another has freed."""
+    sizes, made = BatchSizes([2, 0, 3]), []
+    forms = []
+    for stream in (0, 7, 0, 7):
+        monkeypatch.setattr(batch_sizes, "current_stream", lambda device, stream=stream: stream)
+        forms.append((sizes.ends("meta"), sizes.derived("mine", lambda: made.append(1) or object(), META)))
+    assert len(made) == 2
+    for first, again in (forms[::2], forms[1::2]):
+        assert all(a is b for a, b in zip(first, again, strict=True))
+    assert forms[0][0] is not forms[1][0]
+
+
+def test_there_is_one_stream_where_torch_knows_of_none():
+    for device in ("cpu", "meta", "npu:0" if hasattr(torch, "npu") else "xla:0"):
+        assert current_stream(torch.device(device)) == 0
 
 
 def test_the_host_counts_cross_once_for_all_forms():

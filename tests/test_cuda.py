@@ -37,6 +37,27 @@ def test_device_counts_need_no_synchronisation(backend):
     assert torch.equal(weight.grad, want[1])
 
 
+def test_a_stream_reads_no_form_that_another_is_still_making(backend):
+    if backend.impl == "eager":
+        pytest.skip("the loop over groups reads the counts on the host")
+    x = torch.randn(64, 32, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4, 32, 48, device="cuda", dtype=torch.bfloat16)
+    counts = torch.tensor([10, 0, 50, 4], device="cuda")
+    want = gmm(x, weight, BatchSizes.from_device(counts), backend=backend.impl)  # compiles
+    sizes = BatchSizes.from_device(counts)
+    busy, free = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(2**31)  # more than a second
+        gmm(x, weight, sizes, backend=backend.impl)
+    with torch.cuda.stream(free):
+        got = gmm(x, weight, sizes, backend=backend.impl)
+    free.synchronize()
+    assert not busy.query()
+    assert torch.equal(got, want)
+    torch.cuda.synchronize()
+
+
 def test_wrong_device_counts_end_the_process_with_a_message(backend):
     """pytorch 154557, torchtitan 1237, where the host never sees the counts."""
     script = f"""

@@ -20,7 +20,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("tall", [1, 16, 128])
-@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("counts", [*COUNTS.values(), (2**31 - 1,), (3, 2**31 - 4)], ids=str)
 def test_schedule(counts, tall):
     sizes = torch.tensor(counts)
     made = schedule.of(BatchSizes(sizes), torch.device("cpu"), tall)

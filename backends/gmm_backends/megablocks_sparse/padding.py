@@ -24,8 +24,9 @@ class Padding:
     @classmethod
     def of(cls, batch_sizes: BatchSizes, width: int, device: torch.device) -> Padding:
         """Return the padding for groups of ``width`` columns; made once for all products of a layer."""
-        key = ("megablocks_sparse", width, device)
-        return batch_sizes.derived(key, lambda: cls._make(batch_sizes, width, device))
+        return batch_sizes.derived(
+            ("megablocks_sparse", width), lambda: cls._make(batch_sizes, width, device), device
+        )
 
     @classmethod
     def _make(cls, batch_sizes: BatchSizes, width: int, device: torch.device) -> Padding:

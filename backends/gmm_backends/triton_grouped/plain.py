@@ -122,7 +122,8 @@ def products(
 def add_parts(parts, out, schedule, numel, PART: tl.constexpr, BLOCK: tl.constexpr, ACCUMULATE: tl.constexpr):
     """Sum each group's matrices of ``numel`` entries, one a part of its rows, always in the same order."""
     group = tl.program_id(0)
-    count = tl.cdiv(tl.load(schedule + group * 4 + 1), PART)
+    size = tl.load(schedule + group * 4 + 1)
+    count = size // PART + (size % PART != 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     there = at < numel
     total = tl.zeros((BLOCK,), dtype=tl.float32)

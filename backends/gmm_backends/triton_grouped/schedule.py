@@ -30,7 +30,7 @@ def of(batch_sizes: BatchSizes, device: torch.device, tall: int) -> Tensor:
         fill[grid](batch_sizes.on(device), made, groups, TALL=tall, BLOCK=_BLOCK, WIDTH=_WIDTH)
         return made
 
-    return batch_sizes.derived((__name__, device, tall), make)
+    return batch_sizes.derived((__name__, tall), make, device)
 
 
 @triton.jit(do_not_specialize=["groups"])
@@ -47,14 +47,14 @@ def fill(counts, schedule, groups, TALL: tl.constexpr, BLOCK: tl.constexpr, WIDT
         rows = tl.load(counts + other, mask=other < groups, other=-1).to(tl.int32)[None, :]
         lower = (other[None, :] < group[:, None]) & (other < groups)[None, :]
         start += tl.sum(tl.where(lower, rows, 0), 1)
-        before += tl.sum(tl.where(lower, (rows + TALL - 1) // TALL, 0), 1)
+        before += tl.sum(tl.where(lower, rows // TALL + (rows % TALL != 0), 0), 1)
         rank += tl.sum(((rows > size[:, None]) | ((rows == size[:, None]) & lower)).to(tl.int32), 1)
     entry = schedule + group * 4
     tl.store(entry, start, mask=there)
     tl.store(entry + 1, size, mask=there)
     tl.store(entry + 2, before, mask=there)
     tl.store(schedule + rank * 4 + 3, group, mask=there)
-    tl.store(entry + 6, before + (size + TALL - 1) // TALL, mask=group == groups - 1)
+    tl.store(entry + 6, before + size // TALL + (size % TALL != 0), mask=group == groups - 1)
 
 
 def tiles(schedule, groups):
@@ -82,5 +82,5 @@ def place(schedule, groups, tile, wide, TALL: tl.constexpr, BAND: tl.constexpr):
     inside = tile - tl.load(entry + 2) * wide
     first = inside // (BAND * wide) * BAND
     inside = inside % (BAND * wide)
-    height = min((size + TALL - 1) // TALL - first, BAND)
+    height = min((size - 1 - first * TALL) // TALL + 1, BAND)
     return low, start, size, (first + inside % height) * TALL, inside // height
