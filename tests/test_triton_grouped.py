@@ -60,6 +60,42 @@ def test_the_table_of_an_h200(monkeypatch, changes, hopper):
         assert backend.priority(ordinary(**changes)) == priority
 
 
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """Let every CUDA device be one, while nothing is known yet of the kernels for it."""
+    known = (triton_grouped._hopper_kernels, triton_grouped._gluon_is_known)
+    monkeypatch.setattr(_cuda, "capability", lambda *_: (9, 0))
+    for function in known:
+        function.cache_clear()
+    yield torch.device("cuda", 0)
+    for function in known:
+        function.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("installed", "known"), [((3, 9), True), (None, True), ((3, 10), False), ((4, 0), False)]
+)
+def test_a_triton_that_nobody_tried_gets_the_plain_kernels(on_hopper, monkeypatch, caplog, installed, known):
+    """Some versions of Triton compiled warp-specialised code that computed something else."""
+    imported = []
+    monkeypatch.setattr(triton_grouped, "import_module", imported.append)
+    monkeypatch.setattr(triton_grouped, "triton_version", lambda: installed)
+    triton_grouped._hopper_kernels(on_hopper)
+    assert bool(imported) == known
+    assert triton_grouped.TritonGrouped().priority(ordinary()) == (50 if known else 15)
+    assert ("tried up to triton 3.9" in caplog.text) != known
+
+
+def test_kernels_for_hopper_that_cannot_be_imported_are_a_warning(on_hopper, monkeypatch, caplog):
+    def fail(name):
+        raise TypeError("aggregate() takes no arguments")
+
+    monkeypatch.setattr(triton_grouped, "import_module", fail)
+    assert triton_grouped._hopper_kernels(on_hopper) is None
+    assert "the plain Triton kernels are used on cuda:0" in caplog.text
+    assert "TypeError: aggregate() takes no arguments" in caplog.text
+
+
 def test_refusals(monkeypatch):
     backend = triton_grouped.TritonGrouped()
     assert any("float64" in reason for reason in backend.rejections(ordinary(dtype=torch.float64)))

@@ -22,16 +22,25 @@ def missing_triton() -> list[str]:
         found = None
     if found is None:
         return ["triton is not installed: pip install 'gmm_registry[triton]'"]
+    installed = triton_version()
+    if installed and installed < _OLDEST:
+        return [f"triton {_installed()} < {'.'.join(map(str, _OLDEST))}, which torch 2.10 brings"]
+    return []
+
+
+def triton_version() -> tuple[int, int] | None:
+    """Return the first two numbers of the version that is installed; None if its package does not say."""
+    numbers = re.match(r"(\d+)\.(\d+)", _installed())
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def _installed() -> str:
     for distribution in _DISTRIBUTIONS:
         try:
-            installed = version(distribution)
+            return version(distribution)
         except PackageNotFoundError:
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", installed)
-        if numbers and tuple(map(int, numbers.groups())) < _OLDEST:
-            return [f"triton {installed} < {'.'.join(map(str, _OLDEST))}, which torch 2.10 brings"]
-        break
-    return []
+    return ""
 
 
 @cache

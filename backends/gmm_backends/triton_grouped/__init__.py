@@ -16,13 +16,17 @@ import torch
 from torch import Tensor
 
 from gmm_backends import _cuda
-from gmm_backends._triton import missing_triton, multiprocessors
+from gmm_backends._triton import missing_triton, multiprocessors, triton_version
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
 _log = logging.getLogger("gmm_registry")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _OLDEST = 8  # the major compute capability, for the tensor cores' bf16
 _HOPPER = (9, 0)
+_NEWEST = (
+    3,
+    9,
+)  # triton whose Gluon, which is young and renames what it has, compiles the kernels for Hopper
 _CELL = 128  # rows and columns of a tile, about
 _PROGRAMS = 2  # a multiprocessor that keep it busy
 _PART = 512  # rows at least that are worth a sum of their own
@@ -50,9 +54,9 @@ class TritonGrouped(GroupedMatmulBackend):
         capability = _cuda.capability(problem.device, problem.index)
         if capability is None or problem.dtype == torch.float32:  # full precision has no tensor cores
             return 5
-        if capability == _HOPPER:
+        if capability == _HOPPER and _gluon_is_known():
             return 18 if _quack_is_faster(problem) else 50  # quack has 20
-        return 15 if capability < _HOPPER else 5  # torch loops over the groups on older ones
+        return 15 if capability <= _HOPPER else 5  # torch loops over the groups on older ones
 
     def forward(
         self,
@@ -111,17 +115,24 @@ def _quack_is_faster(problem: Problem) -> bool:
 
 
 @cache
+def _gluon_is_known() -> bool:
+    installed = triton_version()
+    return installed is None or installed <= _NEWEST
+
+
+@cache
 def _hopper_kernels(device: torch.device) -> ModuleType | None:
     """Return the launcher of the kernels for Hopper, if that is what the device is."""
     if _cuda.capability(device.type, device.index) != _HOPPER:
         return None
     try:
-        return import_module("gmm_backends.triton_grouped.launch_hopper")
-    except (ImportError, AttributeError) as error:  # Gluon is young, and renames what it has
-        _log.warning(
-            "the plain Triton kernels are used on %s: those for Hopper need another Gluon: %s", device, error
-        )
-        return None
+        if _gluon_is_known():
+            return import_module("gmm_backends.triton_grouped.launch_hopper")
+        why = f"they were tried up to triton {'.'.join(map(str, _NEWEST))}"
+    except Exception as error:
+        why = f"importing them raised {type(error).__name__}: {error}"
+    _log.warning("the plain Triton kernels are used on %s, not those for Hopper: %s", device, why)
+    return None
 
 
 def _kernels(groups: int, x: Tensor, *others: Tensor) -> Any:

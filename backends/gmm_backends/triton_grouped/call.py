@@ -29,7 +29,7 @@ def call(
     if device.type != "cuda" or torch.version.hip is not None:
         kernel[(grid,)](*args, *constants, **options)
         return
-    key = (kernel.__module__, kernel.__name__, device, constants, kind)
+    key = (kernel.__module__, kernel.__name__, device, constants, kind, *options.values())
     compiled = _compiled.get(key)
     if compiled is None:
         compiled = _compiled[key] = kernel.warmup(*args, *constants, grid=(grid,), **options)
