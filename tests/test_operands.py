@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gmm_registry import gmm
-from gmm_registry.operands import Operands, fault, row_error
+from gmm_registry.operands import Operands, judge, row_error
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
@@ -30,11 +30,55 @@ def test_one_wrong_row_is_not_lost_among_many():
     assert row_error(2 * matrices, matrices) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
-def test_rounding_is_right_and_a_lost_row_is_not(dtype):
-    x, weight, _ = Operands.draw(300, 2, 64, 32, dtype, "cpu")
-    exact = gmm(x.double(), weight.double(), [100, 200], backend="eager")
-    rounded = row_error(exact.to(dtype), exact)
-    assert fault(rounded, dtype) == ""
-    assert "wrong" in fault(1.0, dtype)
-    assert "nan" in fault(math.nan, dtype)
+LOWER = {
+    torch.float64: torch.float32,
+    torch.float32: torch.float16,
+    torch.float16: torch.bfloat16,
+    torch.bfloat16: torch.float8_e4m3fn,
+}
+
+
+@pytest.mark.parametrize("dtype", LOWER, ids=str)
+def test_another_order_of_the_sum_is_right_and_a_smaller_type_is_not(dtype):
+    x, weight, _ = Operands.draw(300, 2, 512, 32, dtype, "cpu")
+    want = gmm(x, weight, [100, 200], backend="eager")
+    turned = gmm(x.flip(1), weight.flip(1), [100, 200], backend="eager")
+    error, wrong = judge(lambda: turned, want)
+    assert error >= 0
+    assert wrong == ""
+    smaller = gmm(
+        x.to(LOWER[dtype]).to(dtype), weight.to(LOWER[dtype]).to(dtype), [100, 200], backend="eager"
+    )
+    assert "wrong: a row is off from any.eager's by" in judge(lambda: smaller, want)[1]
+
+
+@pytest.mark.parametrize("dtype", LOWER, ids=str)
+def test_a_row_that_is_lost_or_no_number_is_wrong(dtype):
+    want = Operands.draw(5000, 2, 8, 32, dtype, "cpu").grad_out
+    for value in (0, math.nan, math.inf):
+        got = want.clone()
+        got[4321] = value
+        assert "wrong" in judge(lambda got=got: got, want)[1]
+
+
+def test_what_an_earlier_product_left_in_memory_is_no_result():
+    want = torch.ones(64, 64)
+
+    def lazy():
+        return torch.empty_like(want)
+
+    for _ in range(3):
+        want.clone()  # is freed at once, and the next one gets its memory
+        assert "wrong" in judge(lazy, want)[1]
+
+
+def test_fp32_may_be_tf32_where_torch_may_be():
+    want = torch.ones(4, 4)
+    tf32 = want + 1e-3
+    assert "allowed are 1e-04" in judge(lambda: tf32, want)[1]
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert judge(lambda: tf32, want)[1] == ""
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -18,7 +18,7 @@ from gmm_registry import measure
 from gmm_registry.accelerator import synchronize
 from gmm_registry.contract import BackendKey, BatchSizes, Direction, GroupedMatmulBackend, Problem
 from gmm_registry.errors import BackendUnavailableError
-from gmm_registry.operands import Operands, fault, row_error
+from gmm_registry.operands import Operands, judge
 from gmm_registry.registry.verdicts import describe
 
 DISTRIBUTIONS = ("uniform", "zipf")  # groups as equal as can be, and a few that get most of the rows
@@ -112,7 +112,7 @@ def _probe(timing: Timing, name: str, product: Callable[[], Tensor], want: Tenso
     if timing.excluded:
         return timing
     try:
-        wrong = _wrong(product(), want)
+        _, wrong = judge(product, want)
         if wrong:
             return replace(timing, excluded=wrong)
         return _timed(timing, name, min(_once(product, want.device) for _ in range(_TRIES)))
@@ -127,11 +127,3 @@ def _once(product: Callable[[], Tensor], device: torch.device) -> float:
     product()
     synchronize(device)
     return (perf_counter() - begin) * 1e3
-
-
-def _wrong(got: object, want: Tensor) -> str:
-    """Say what is wrong with a result, "" if nothing is."""
-    if not isinstance(got, Tensor) or got.shape != want.shape or got.dtype != want.dtype:
-        what = f"{tuple(got.shape)} {got.dtype}" if isinstance(got, Tensor) else type(got).__name__
-        return f"wrong: returned {what}, not {tuple(want.shape)} {want.dtype}"
-    return fault(row_error(got, want), want.dtype)

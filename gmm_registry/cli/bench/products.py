@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from gmm_registry import BatchSizes, gmm
-from gmm_registry.operands import Operands, fault, row_error
+from gmm_registry.operands import Operands, judge
 from gmm_registry.ops import weight_grad
 
 Products = Mapping[str, Callable[[], Tensor]]  # by direction
@@ -29,17 +28,15 @@ def check(products: Products, reference: Mapping[str, Tensor]) -> tuple[dict[str
     """Compare products with a reference.
 
     Returns:
-        the `row_error` of each, None where it is not finite; and what is wrong, if anything.
+        the error of each that `judge` finds, None where it is not finite; and what is wrong, if anything.
     """
     errors: dict[str, float | None] = {}
     for direction, product in products.items():
-        want = reference[direction]
-        torch.full_like(want, torch.nan)  # dirties the memory that the result is likely to get
         try:
-            off = row_error(product(), want)
+            error, wrong = judge(product, reference[direction])
         except Exception as raised:  # the table has a row for it, and the run goes on
             return errors, f"{direction} raised {type(raised).__name__}: {raised}"
-        errors[direction] = off if math.isfinite(off) else None
-        if wrong := fault(off, want.dtype):
+        errors[direction] = error if math.isfinite(error) else None
+        if wrong:
             return errors, f"{direction} is {wrong}"
     return errors, ""
