@@ -165,7 +165,12 @@ def _gmm(
             *(backend, error, name, x, weight.shape, direction, sizes.skew),
             lambda other: other.forward(x, weight, sizes, trans_b=trans_b, out=out),
         )
-    return checked(result, backend, shape, x.dtype)
+    result = checked(result, backend, shape, x.dtype)
+    if out is None:
+        return result.contiguous()
+    if result.data_ptr() != out.data_ptr():
+        raise RuntimeError(f"{backend.key} did not write to out, but returned another tensor")
+    return out
 
 
 def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, name: str) -> Tensor:
@@ -181,7 +186,7 @@ def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, 
             *(backend, error, name, x, shape, "grad_w", sizes.skew),
             lambda other: other.weight_grad(left, right, sizes),
         )
-    return checked(result, backend, shape, x.dtype)
+    return checked(result, backend, shape, x.dtype).contiguous()
 
 
 class _Gmm(torch.autograd.Function):

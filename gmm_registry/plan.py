@@ -77,7 +77,6 @@ def weight_grad_shape(x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool
 
 
 Plan = tuple[tuple[int, ...], GroupedMatmulBackend | None]
-_plans: dict[tuple[object, ...], Plan] = {}
 
 
 def plan(
@@ -96,26 +95,26 @@ def plan(
     a_shape, counts = a.shape, sizes.counts
     # fmt: off
     key = (
-        choice.state,  # a plan made while the registry's answers change has the old one: nobody finds it
+        choice.state,
         direction, name, trans_b, sizes.skew, counts.shape, counts.is_meta,
         a_shape, a.dtype, a.device, a.layout, b.shape, b.dtype, b.device, b.layout,
     )
     # fmt: on
-    known = _plans.get(key)
+    known: Plan | None = choice.kept.get(key)
     if known is not None:
         sizes.check(a_shape[0])
         return known
     shape = shape_of(a, b, counts, trans_b)
     sizes.check(a_shape[0])
-    weight_shape = shape if direction == "grad_w" else b.shape
+    groups, k, n = shape if direction == "grad_w" else b.shape
     backend = None
-    if 0 not in (*a.shape, *shape):
-        backend = choose(name, a.device, a.dtype, a.shape[0], *weight_shape, direction, sizes.skew)
+    if 0 not in (*a_shape, *shape):
+        backend = choose(name, a.device, a.dtype, a_shape[0], groups, k, n, direction, sizes.skew)
     elif name:  # a rank without rows refuses what the other ranks refuse
-        choose(name, a.device, a.dtype, a.shape[0], *weight_shape)
-    if len(_plans) >= _MOST:
-        _plans.clear()
-    _plans[key] = shape, backend
+        choose(name, a.device, a.dtype, a_shape[0], groups, k, n)
+    if len(choice.kept) >= _MOST:
+        choice.kept.clear()
+    choice.kept[key] = shape, backend
     return shape, backend
 
 
@@ -129,7 +128,7 @@ def checked(
         raise RuntimeError(
             f"{backend.key} returned {tuple(result.shape)} {result.dtype}, not {shape} {dtype}"
         )
-    return result.contiguous()
+    return result
 
 
 def without(
@@ -150,11 +149,12 @@ def without(
     if name:
         raise error
     absent = {backend.key: error}
+    groups, k, n = weight_shape
     while True:
         for key, reason in absent.items():
             refuse(key, x.device, x.dtype, f"its kernel raised {describe(reason)}")
         try:
-            backend = choose("", x.device, x.dtype, x.shape[0], *weight_shape, direction, skew)
+            backend = choose("", x.device, x.dtype, x.shape[0], groups, k, n, direction, skew)
             return backend, product(backend)
         except BackendUnavailableError:
             # No backend has it, so the fault is the call's and says nothing about any backend.

@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gmm_registry
+from gmm_backends.eager import Eager
 from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm, plan
+from gmm_registry.ops import gmm_into
+from gmm_registry.registry import choice
 from gmm_registry.testing import TOLERANCES, compare, reference_gmm, reference_grads
 
 DTYPES = tuple(dtype for dtype in TOLERANCES if dtype != torch.float64)
@@ -313,6 +316,7 @@ def test_a_faulty_call_changes_no_later_choice():
         ({"x": torch.ones(5, 8).to_sparse()}, "sparse"),
         ({"weight": torch.ones(2, 8, 16).half()}, "float16"),
         ({"weight": torch.ones(2, 8, 16, device="meta")}, "meta"),
+        ({"weight": torch.ones(2, 8, 16).to_sparse()}, "sparse"),
         ({"trans_b": True}, "K = 8"),
         ({"backend": "egaer"}, "egaer"),
     ],
@@ -327,12 +331,35 @@ def test_a_call_is_checked_though_it_resembles_an_earlier_one(change, error):
             gmm(**right | change)
 
 
+@pytest.mark.parametrize("counts", [torch.tensor([[2, 3]]), torch.tensor(5)], ids=str)
+def test_the_operators_check_their_counts_as_well(counts):
+    x, weight = torch.ones(5, 8), torch.ones(2, 8, 16)
+    with pytest.raises(ValueError, match="batch_sizes have shape"):
+        torch.ops.gmm_registry.gmm(x, weight, counts, False, "")
+    with pytest.raises(ValueError, match="batch_sizes have shape"):
+        torch.ops.gmm_registry.weight_grad(x, torch.ones(5, 16), counts, False, "")
+
+
+def test_out_is_returned_whatever_its_strides(backend):
+    x, weight = (tensor.detach() for tensor in leaves([2, 3], 8, 16))
+    out = torch.full((16, 5), torch.nan).T
+    assert gmm_into(out, x, weight, [2, 3], backend=backend) is out
+    torch.testing.assert_close(out, gmm(x, weight, [2, 3], backend=backend))
+
+
+def test_a_backend_that_leaves_out_alone_is_at_fault(monkeypatch):
+    monkeypatch.setattr(Eager, "forward", lambda *args, out=None, **kwargs: torch.zeros(5, 16))
+    x, weight = (tensor.detach() for tensor in leaves([2, 3], 8, 16))
+    with pytest.raises(RuntimeError, match="did not write to out"):
+        gmm_into(torch.zeros(5, 16), x, weight, [2, 3], backend="eager")
+
+
 def test_only_so_much_is_kept_of_earlier_calls(monkeypatch):
-    monkeypatch.setattr(plan, "_plans", {})
+    monkeypatch.setattr(choice, "kept", {})
     monkeypatch.setattr(plan, "_MOST", 3)
     for rows in range(1, 9):
         assert gmm(torch.ones(rows, 2), torch.ones(1, 2, 2), [rows]).shape == (rows, 2)
-        assert len(plan._plans) <= 3
+        assert len(choice.kept) <= 3
 
 
 def test_a_rank_without_rows_refuses_what_the_others_refuse():

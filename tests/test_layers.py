@@ -22,7 +22,7 @@ from gmm_registry.layers import (
     unpermute,
 )
 from gmm_registry.layers.companions import companions_for
-from gmm_registry.registry.choice import choose
+from gmm_registry.registry import choice
 from gmm_registry.registry.request import ENVIRONMENT
 from gmm_registry.testing import compare
 from gmm_registry.testing.dense import dense_moe
@@ -606,7 +606,7 @@ class TestCompanions:
     def test_are_chosen_with_the_problem_of_the_first_product(self, calls, transposed):
         """So that one answer serves both, whatever way the weight lies."""
         gate_up = torch.randn(4, 24, 8).transpose(1, 2) if transposed else torch.randn(4, 8, 24)
-        choose.cache_clear()
+        choice._choose.cache_clear()
         routed_glu(
             torch.randn(7, 8),
             gate_up,
@@ -615,7 +615,7 @@ class TestCompanions:
             torch.rand(7, 4).topk(2).indices,
         )
         assert calls == ["permute", "glu", "unpermute"]
-        assert choose.cache_info().misses == 2  # one for each product
+        assert choice._choose.cache_info().misses == 2  # one for each product
 
     @pytest.mark.parametrize("options", [{"block": 16}, {"foreign": True}], ids=str)
     def test_refuse_padding_and_foreign_ids(self, calls, options):

@@ -5,9 +5,11 @@ A test that comes from a fault somebody met names where it was reported.
 
 import asyncio
 import contextvars
+import gc
 import itertools
 import logging
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -33,7 +35,7 @@ from gmm_registry import (
     list_backends,
     use_backend,
 )
-from gmm_registry.registry import request
+from gmm_registry.registry import choice, refresh, request
 from gmm_registry.registry.explanation import Explanation, rank, winner
 from gmm_registry.registry.request import ENVIRONMENT, requested
 
@@ -562,6 +564,37 @@ def compiled_run(stubs: None) -> Iterator[Callable[..., list[tuple[str, str]]]]:
 
 def all_on(impl: str) -> list[tuple[str, str]]:
     return [(impl, method) for method in FORWARD_AND_BACKWARD]
+
+
+def test_nothing_keeps_a_backend_that_was_forgotten() -> None:
+    x, weight = torch.ones(2, 2), torch.ones(1, 2, 2)
+    gmm(x, weight, [2], backend="eager")
+    backend = weakref.ref(get_backend("cpu", "eager"))
+    refresh()
+    gc.collect()
+    assert backend() is None
+
+
+def test_a_choice_that_was_overtaken_by_a_change_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The change comes when the choice is made, but not yet kept."""
+    refresh()
+    explained, explain = [], choice._explain
+    report = choice._report
+
+    def count(*args: Any) -> Explanation:
+        explained.append(1)
+        return explain(*args)
+
+    def overtake(*args: Any) -> None:
+        report(*args)
+        if len(explained) == 1:
+            choice.changed()
+
+    monkeypatch.setattr(choice, "_explain", count)
+    monkeypatch.setattr(choice, "_report", overtake)
+    for _ in range(3):
+        gmm(torch.ones(2, 2), torch.ones(1, 2, 2), [2])
+    assert len(explained) == 2
 
 
 def test_a_block_reaches_what_was_compiled_before(compiled_run: Callable[..., Any]) -> None:

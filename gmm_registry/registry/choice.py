@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -105,7 +105,6 @@ def use_choices(path: str | os.PathLike[str]) -> None:
 # --- the choice for one problem -------------------------------------------------------------------
 
 
-@lru_cache(maxsize=4096)
 def choose(
     request: str,
     device: torch.device,
@@ -121,14 +120,28 @@ def choose(
 
     Raises as `get_backend` does.
     """
+    return _choose(state, request, device, dtype, rows, groups, k, n, direction, skew)
+
+
+@lru_cache(maxsize=4096)
+def _choose(
+    before: object,
+    request: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    groups: int,
+    k: int,
+    n: int,
+    direction: Direction,
+    skew: int | None,
+) -> GroupedMatmulBackend:
     problem = Problem(device.type, device.index, dtype, rows, groups, k, n, direction, skew)
-    while True:
-        before = state
-        found = _explain(problem, _wanted(problem, request))
-        if found.chosen is None:
-            _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
-        if before is state:  # else something has changed the answers meanwhile, and this one would stay
-            break
+    found = _explain(problem, _wanted(problem, request))
+    if before is not state:  # something has changed the answers meanwhile
+        return choose(request, device, dtype, rows, groups, k, n, direction, skew)
+    if found.chosen is None:
+        _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
     if not request:
         pins.note(problem, found.chosen, found.source)
         _report(found, problem)
@@ -209,14 +222,16 @@ def _once(level: int, headline: str, causes: str) -> None:
 
 # --- what changes the answers ---------------------------------------------------------------------
 
-state = object()  # another one after every change
+state = object()  # another one after every change: part of the key under which an answer is kept
+kept: dict[Hashable, Any] = {}  # what callers keep together with answers, by keys that have the state in them
 
 
 def changed() -> None:
     """Forget every choice, and those that other threads are making."""
     global state
     state = object()
-    choose.cache_clear()
+    _choose.cache_clear()
+    kept.clear()
 
 
 def refuse(key: BackendKey, device: torch.device, dtype: torch.dtype, reason: str) -> None:
