@@ -6,11 +6,12 @@ Shape letters: R rows, E groups, K inner, N outer dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from gmm_registry.contract import BatchSizes, Direction, GroupedMatmulBackend
+from gmm_registry.contract import BatchSizes, Direction, GroupedMatmulBackend, Problem
 from gmm_registry.errors import BackendUnavailableError
 from gmm_registry.registry import choice
 from gmm_registry.registry.choice import choose, forgive, refuse
@@ -106,16 +107,21 @@ def plan(
         return known
     shape = shape_of(a, b, counts, trans_b)
     sizes.check(a_shape[0])
-    groups, k, n = shape if direction == "grad_w" else b.shape
+    problem = _problem(a, shape if direction == "grad_w" else b.shape, direction, sizes.skew)
     backend = None
     if 0 not in (*a_shape, *shape):
-        backend = choose(name, a.device, a.dtype, a_shape[0], groups, k, n, direction, sizes.skew)
+        backend = choose(name, problem)
     elif name:  # a rank without rows refuses what the other ranks refuse
-        choose(name, a.device, a.dtype, a_shape[0], groups, k, n)
+        choose(name, replace(problem, direction="forward", skew=None))
     if len(choice.kept) >= _MOST:
         choice.kept.clear()
     choice.kept[key] = shape, backend
     return shape, backend
+
+
+def _problem(x: Tensor, weight_shape: tuple[int, ...], direction: Direction, skew: int | None) -> Problem:
+    groups, k, n = weight_shape
+    return Problem(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n, direction, skew)
 
 
 def checked(
@@ -149,12 +155,11 @@ def without(
     if name:
         raise error
     absent = {backend.key: error}
-    groups, k, n = weight_shape
     while True:
         for key, reason in absent.items():
             refuse(key, x.device, x.dtype, f"its kernel raised {describe(reason)}")
         try:
-            backend = choose("", x.device, x.dtype, x.shape[0], groups, k, n, direction, skew)
+            backend = choose("", _problem(x, weight_shape, direction, skew))
             return backend, product(backend)
         except BackendUnavailableError:
             # No backend has it, so the fault is the call's and says nothing about any backend.

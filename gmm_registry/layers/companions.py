@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gmm_registry.contract import Companions, Direction, autocast
+from gmm_registry.contract import Companions, Direction, Problem, autocast
 from gmm_registry.errors import GmmRegistryError
 from gmm_registry.layers.permute import Permutation
 from gmm_registry.registry.choice import choose
@@ -42,8 +42,9 @@ def companions_for(
         return None
     dtype = autocast(x[:0]).dtype  # of no rows, since only the type is wanted
     try:
-        name = requested(backend, x.device)
-        chosen = choose(name, x.device, dtype, permutation.rows, groups, k, n, direction, skew)
+        device = x.device
+        problem = Problem(device.type, device.index, dtype, permutation.rows, groups, k, n, direction, skew)
+        chosen = choose(requested(backend, device), problem)
     except GmmRegistryError:
         return None  # if the product needs a backend, it raises this
     if isinstance(chosen, Companions) and not chosen.companion_rejections(*permutation.slot_row.shape):

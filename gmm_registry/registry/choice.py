@@ -16,7 +16,6 @@ import torch
 
 from gmm_registry.contract import (
     BackendKey,
-    Direction,
     GroupedMatmulBackend,
     Problem,
     Verdict,
@@ -105,41 +104,19 @@ def use_choices(path: str | os.PathLike[str]) -> None:
 # --- the choice for one problem -------------------------------------------------------------------
 
 
-def choose(
-    request: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    groups: int,
-    k: int,
-    n: int,
-    direction: Direction = "forward",
-    skew: int | None = None,
-) -> GroupedMatmulBackend:
+def choose(request: str, problem: Problem) -> GroupedMatmulBackend:
     """Return the backend for a problem; after the first time this costs one look-up.
 
     Raises as `get_backend` does.
     """
-    return _choose(state, request, device, dtype, rows, groups, k, n, direction, skew)
+    return _choose(state, request, problem)
 
 
 @lru_cache(maxsize=4096)
-def _choose(
-    before: object,
-    request: str,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    groups: int,
-    k: int,
-    n: int,
-    direction: Direction,
-    skew: int | None,
-) -> GroupedMatmulBackend:
-    problem = Problem(device.type, device.index, dtype, rows, groups, k, n, direction, skew)
+def _choose(before: object, request: str, problem: Problem) -> GroupedMatmulBackend:
     found = _explain(problem, _wanted(problem, request))
     if before is not state:  # something has changed the answers meanwhile
-        return choose(request, device, dtype, rows, groups, k, n, direction, skew)
+        return choose(request, problem)
     if found.chosen is None:
         _fail(found.verdicts, problem.device, found.request, found.place, f"compute {problem}")
     if not request:
