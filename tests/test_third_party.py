@@ -1,6 +1,7 @@
 """A backend of somebody else's is found, chosen and tested without a change to this repository."""
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,7 +17,7 @@ from gmm_registry import (
     gmm,
     list_backends,
 )
-from gmm_registry.testing import BackendParityTests, Case, compare, reference_gmm
+from gmm_registry.testing import CASES, BackendParityTests, Case, compare, reference_gmm
 
 ACME = BackendKey("cpu", "acme")
 
@@ -79,3 +80,36 @@ def test_can_be_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare(out, reference_gmm(x, weight, counts), torch.float32).passed
     with pytest.raises(BackendUnavailableError, match=r"'acme', asked for by name.*\n.*not torch.float64"):
         gmm(x.double(), weight.double(), counts, backend="acme")
+
+
+FP32_ONLY = """
+from gmm_backends.eager import Eager
+
+
+class Single(Eager):
+    def rejections(self, problem):
+        return [] if str(problem.dtype) == "torch.float32" else ["takes fp32 only"]
+
+    def weight_grad(self, x, grad_out, batch_sizes, *, out=None, accumulate=False):
+        grad = super().weight_grad(x, grad_out, batch_sizes, out=out, accumulate=accumulate)
+        if out is None:
+            grad[(batch_sizes.host == 0) & {forgets}] = float("nan")
+        return grad
+"""
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_a_backend_without_bf16_gets_every_case_in_what_it_takes(
+    distribution: Callable[..., Path], forgets: bool
+) -> None:
+    distribution("single", {"cpu.single": "single:Single"}, {"single": FP32_ONLY.format(forgets=forgets)})
+    backend, suite = get_backend("cpu", "single"), BackendParityTests()
+    for case in CASES:
+        if case.dtype == torch.float16:
+            with pytest.raises(pytest.skip.Exception, match="takes fp32 only"):
+                suite.test_matches_the_reference(backend, case)
+        elif forgets and 0 in case.counts and any(case.counts):  # without rows no backend is called
+            with pytest.raises(AssertionError):
+                suite.test_matches_the_reference(backend, case)
+        else:
+            suite.test_matches_the_reference(backend, case)

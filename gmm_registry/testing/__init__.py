@@ -25,6 +25,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     # The suite needs pytest; `gmm-registry parity` does not.
     if name == "BackendParityTests":
+        import pytest
+
+        pytest.register_assert_rewrite("gmm_registry.testing.suite")  # so that a failure shows its values
         from gmm_registry.testing.suite import BackendParityTests
 
         return BackendParityTests
