@@ -86,6 +86,7 @@ def package(monkeypatch, distribution) -> Package:
     package, module = Package(), ModuleType("quack")
     module.gemm_interface = package
     monkeypatch.setitem(sys.modules, "quack", module)
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", package)
     monkeypatch.setattr(torch.cuda, "device_of", package.device_of)
     distribution("quack_kernels", {"cpu.stand_in": "gmm_backends.quack_gemm:Quack"}, version="0.6.5")
     return package

@@ -4,6 +4,8 @@ The kernels for Hopper have no interpreter. Here it is shown that they compile f
 compute is tested where one is.
 """
 
+import sys
+
 import pytest
 import torch
 from interpreter import run_interpreted
@@ -94,6 +96,13 @@ def test_kernels_for_hopper_that_cannot_be_imported_are_a_warning(on_hopper, mon
     assert triton_grouped._hopper_kernels(on_hopper) is None
     assert "the plain Triton kernels are used on cuda:0" in caplog.text
     assert "TypeError: aggregate() takes no arguments" in caplog.text
+
+
+def test_a_triton_that_cannot_be_imported_is_a_late_refusal(monkeypatch):
+    triton_grouped._plain_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "gmm_backends.triton_grouped.launch_plain", None)
+    with pytest.raises(NotImplementedError, match="triton cannot be imported"):
+        triton_grouped._kernels(1, torch.empty(1, 8))
 
 
 def test_refusals(monkeypatch):

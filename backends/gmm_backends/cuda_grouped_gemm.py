@@ -9,16 +9,18 @@ Shape letters: R rows, E groups, K inner, N outer dimension.
 from __future__ import annotations
 
 from functools import cached_property
-from importlib import import_module
 from importlib.metadata import distributions
 
 import torch
 from torch import Tensor
 
 from gmm_backends._cuda import aligned, is_aligned, unfit_device
+from gmm_backends._out import deliver
+from gmm_backends._refusals import not_importable, odd_widths, other_dtype
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
 _FORK = "nv_grouped_gemm"
+_NEED = "grouped_gemm needs a multiple of 8 where it was built with CUTLASS"
 _MOST = 2**31 - 1  # elements of a group, which CUTLASS's arguments are made of in 32 bits
 
 
@@ -31,29 +33,20 @@ class CudaGroupedGemm(GroupedMatmulBackend):
         if problem.device != "cuda":
             return [f"grouped_gemm computes on cuda, not on {problem.device}"]
         reasons = [*self._missing, *unfit_device(problem, "grouped_gemm", 8)]
-        if problem.dtype != torch.bfloat16:
-            reasons.append(f"grouped_gemm takes torch.bfloat16, not {problem.dtype}")
-        widths = dict.fromkeys((problem.k, problem.n))
-        need = "grouped_gemm needs a multiple of 8 where it was built with CUTLASS"
-        reasons += [f"inner or outer dimension {width}; {need}" for width in widths if width % 8]
-        most = max(problem.rows * max(widths), problem.k * problem.n)  # if one group has all rows
+        reasons += other_dtype(problem, "grouped_gemm", (torch.bfloat16,))
+        reasons += odd_widths(problem, 8, f"; {_NEED}")
+        rows, k, n = problem.rows, problem.k, problem.n
+        most = max(rows * k, rows * n, k * n)  # if one group has all rows
         if most > _MOST:
             reasons.append(f"up to {most} elements in a group; grouped_gemm takes at most {_MOST}")
         return reasons
 
     @cached_property
-    def _missing(self) -> tuple[str, ...]:
+    def _missing(self) -> list[str]:
         """What is wrong with grouped_gemm, which is imported here; found once for each instance."""
-        try:
-            import_module("grouped_gemm")
-        except (Exception, SystemExit) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name == "grouped_gemm":
-                # It is built with the torch that is here.
-                install = "pip install --no-build-isolation 'gmm_registry[grouped-gemm]'"
-                return (f"grouped_gemm is not installed: {install}",)
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            return (f"grouped_gemm cannot be imported (was it built for this torch?): {text}",)
-        return ()
+        # It is built with the torch that is here.
+        install = "pip install --no-build-isolation 'gmm_registry[grouped-gemm]'"
+        return not_importable("grouped_gemm", install, "was it built for this torch?")
 
     def priority(self, problem: Problem) -> int:
         # It waits for the counts and launches a kernel for each group, as the loop in Python does (0), only
@@ -71,7 +64,7 @@ class CudaGroupedGemm(GroupedMatmulBackend):
         out: Tensor | None = None,
     ) -> Tensor:
         product = self._multiply(x, weight, batch_sizes.host, out, trans_b=trans_b)
-        return product if out is None or product is out else out.copy_(product)
+        return deliver(product, out)
 
     def weight_grad(
         self,
@@ -86,9 +79,7 @@ class CudaGroupedGemm(GroupedMatmulBackend):
         for size, matrix in zip(batch_sizes.host.tolist(), product.unbind(), strict=True):
             if not size:
                 matrix.zero_()  # cuBLAS does not say what a product over nothing writes
-        if out is None or product is out:
-            return product
-        return out.add_(product) if accumulate else out.copy_(product)
+        return deliver(product, out, accumulate)
 
     def _multiply(self, a: Tensor, b: Tensor, counts: Tensor, out: Tensor | None, **trans: bool) -> Tensor:
         """Overwrite and return ``out`` if it can be written to directly, else return a new tensor."""

@@ -8,11 +8,12 @@ Shape letters: R rows, E groups, K inner, N outer dimension.
 from __future__ import annotations
 
 from functools import cached_property
-from importlib import import_module
 
 import torch
 from torch import Tensor
 
+from gmm_backends._out import deliver
+from gmm_backends._refusals import not_importable, other_dtype
 from gmm_backends.npu_companions import NpuCompanions
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
@@ -27,9 +28,7 @@ class NpuFused(NpuCompanions, GroupedMatmulBackend):
     def rejections(self, problem: Problem) -> list[str]:
         if problem.device != "npu":
             return [f"torch_npu computes on npu, not on {problem.device}"]
-        reasons = list(self._missing)
-        if problem.dtype not in _DTYPES:
-            reasons.append(f"npu_grouped_matmul takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
+        reasons = [*self._missing, *other_dtype(problem, "npu_grouped_matmul", _DTYPES)]
         if problem.groups > _MOST_GROUPS:
             reasons.append(f"{problem.groups} groups; npu_grouped_matmul takes at most {_MOST_GROUPS}")
         if problem.groups != 1:
@@ -41,21 +40,16 @@ class NpuFused(NpuCompanions, GroupedMatmulBackend):
         return reasons
 
     @cached_property
-    def _missing(self) -> tuple[str, ...]:
+    def _missing(self) -> list[str]:
         """What is wrong with torch_npu, which is imported here; found once for each instance."""
         install = "pip install 'gmm_registry[npu]'"
-        try:
-            import_module("torch_npu")
-        except (Exception, SystemExit) as error:
-            if isinstance(error, ModuleNotFoundError) and error.name == "torch_npu":
-                return (f"torch_npu is not installed: {install}",)
-            text = " ".join(f"{type(error).__name__}: {error}".split())
-            return (f"torch_npu cannot be imported (is CANN's set_env.sh sourced?): {text}",)
+        if missing := not_importable("torch_npu", install, "is CANN's set_env.sh sourced?"):
+            return missing
         operator = getattr(torch.ops.npu, "npu_grouped_matmul", None)
         # Builds of one version differ, so the operator itself is asked what it takes.
         if operator is None or "group_list_type" not in str(operator.default._schema):
-            return (f"this torch_npu has no npu_grouped_matmul with group_list_type, update it: {install}",)
-        return ()
+            return [f"this torch_npu has no npu_grouped_matmul with group_list_type, update it: {install}"]
+        return []
 
     def forward(
         self,
@@ -76,7 +70,7 @@ class NpuFused(NpuCompanions, GroupedMatmulBackend):
         product: Tensor = torch_npu.npu_grouped_matmul(
             [x], [weight], group_list=counts, split_item=2, group_type=0, group_list_type=1
         )[0]
-        return product if out is None else out.copy_(product)
+        return deliver(product, out)
 
     def weight_grad(
         self,
@@ -102,9 +96,7 @@ class NpuFused(NpuCompanions, GroupedMatmulBackend):
             product = torch_npu.npu_grouped_matmul(
                 [x.T], [grad_out], group_list=counts, split_item=3, group_type=2, group_list_type=1
             )[0]
-        if out is None:
-            return product
-        return out.add_(product) if accumulate else out.copy_(product)
+        return deliver(product, out, accumulate)
 
 
 def _counts(batch_sizes: BatchSizes, device: torch.device) -> Tensor:

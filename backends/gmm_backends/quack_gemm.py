@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from gmm_backends._cuda import aligned, is_aligned, unfit_device
+from gmm_backends._out import deliver
+from gmm_backends._refusals import late_import, odd_widths, other_dtype
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
-_DTYPES = (torch.bfloat16, torch.float16)
+_DTYPES = (torch.bfloat16, torch.float16)  # fp32 it refuses, or rounds to TF32 on Blackwell
 _OLDEST = (0, 6, 5)
 _MOST_ROWS = 2**30  # of a group: the range in which it finds a group's end
 
@@ -31,12 +33,8 @@ class Quack(GroupedMatmulBackend):
     def rejections(self, problem: Problem) -> list[str]:
         # Every backend is asked before one is chosen, and importing quack takes seconds and changes CuTe's
         # classes for the whole process. So its version is read here, and it is imported where it computes.
-        reasons = [*self._missing, *unfit_device(problem, "quack", 9)]
-        if problem.dtype not in _DTYPES:  # fp32 it refuses, or rounds to TF32 on Blackwell
-            reasons.append(f"quack takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
-        widths = dict.fromkeys((problem.k, problem.n))
-        need = "quack needs a multiple of 8, for rows of whole 16 bytes"
-        reasons += [f"inner or outer dimension {width}; {need}" for width in widths if width % 8]
+        reasons = self._missing + unfit_device(problem, "quack", 9) + other_dtype(problem, "quack", _DTYPES)
+        reasons += odd_widths(problem, 8, "; quack needs a multiple of 8, for rows of whole 16 bytes")
         if problem.rows > _MOST_ROWS:
             reasons.append(f"{problem.rows} rows; quack takes at most {_MOST_ROWS}")
         return reasons
@@ -73,7 +71,7 @@ class Quack(GroupedMatmulBackend):
         offsets = batch_sizes.offsets(x.device)
         with torch.cuda.device_of(x):  # it compiles for the current device
             product: Tensor = _quack().gemm(aligned(x), weight, out=direct, cu_seqlens_m=offsets, tuned=False)
-        return product if out is None or product is out else out.copy_(product)
+        return deliver(product, out)
 
     def weight_grad(
         self,
@@ -92,15 +90,8 @@ class Quack(GroupedMatmulBackend):
                 (_quack().gemm_add_inplace if accumulate else _quack().gemm)(*operands, out=out, **groups)
                 return out
             product: Tensor = _quack().gemm(*operands, **groups)
-        if out is None:
-            return product
-        return out.add_(product) if accumulate else out.copy_(product)
+        return deliver(product, out, accumulate)
 
 
 def _quack() -> Any:
-    try:
-        from quack import gemm_interface
-    except (Exception, SystemExit) as error:
-        # Nothing was computed: under automatic choice the next backend takes over.
-        raise NotImplementedError(f"quack cannot be imported ({error!r})") from error
-    return gemm_interface
+    return late_import("quack.gemm_interface", "quack")

@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 from gmm_backends._cpu import is_slow
 from gmm_backends._cuda import too_old
+from gmm_backends._out import deliver
+from gmm_backends._refusals import other_dtype
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -24,9 +26,7 @@ class TorchGroupedMm(GroupedMatmulBackend):
         reasons = []
         if not hasattr(F, "grouped_mm"):
             reasons.append(f"torch {torch.__version__} has no nn.functional.grouped_mm; needs 2.10")
-        if problem.dtype not in _DTYPES:
-            reasons.append(f"grouped_mm takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
-        return reasons + too_old(problem, 8)
+        return reasons + other_dtype(problem, "grouped_mm", _DTYPES) + too_old(problem, 8)
 
     def priority(self, problem: Problem) -> int:
         # On the CPU grouped_mm is itself a loop, so that eager is as good where it needs no copy.
@@ -46,7 +46,7 @@ class TorchGroupedMm(GroupedMatmulBackend):
         if trans_b:
             weight = weight.mT
         product = F.grouped_mm(x, weight, offs=batch_sizes.ends(x.device))
-        return product if out is None else out.copy_(product)
+        return deliver(product, out)
 
     def weight_grad(
         self,
@@ -61,9 +61,7 @@ class TorchGroupedMm(GroupedMatmulBackend):
         product = F.grouped_mm(x.mT, grad_out, offs=batch_sizes.ends(x.device))
         if _leaves_empty_groups(x.device):
             product.masked_fill_((batch_sizes.on(x.device) == 0)[:, None, None], 0)
-        if out is None:
-            return product
-        return out.add_(product) if accumulate else out.copy_(product)
+        return deliver(product, out, accumulate)
 
 
 def _padding(width: int, dtype: torch.dtype) -> int:

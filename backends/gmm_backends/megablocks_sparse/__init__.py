@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor
 
 from gmm_backends._cuda import too_old
+from gmm_backends._out import deliver
+from gmm_backends._refusals import late_import, odd_widths, other_dtype
 from gmm_backends._triton import missing_triton
 from gmm_backends.megablocks_sparse.padding import Padding
 from gmm_backends.megablocks_sparse.products import DTYPES, CheckedProducts
@@ -24,14 +26,8 @@ class MegablocksSparse(CheckedProducts, GroupedMatmulBackend):
     """Pad, multiply block-sparse, unpad; the products themselves are for the sparse MLP."""
 
     def rejections(self, problem: Problem) -> list[str]:
-        reasons = [
-            f"inner or outer dimension {size} is no multiple of the block, {BLOCK}"
-            for size in dict.fromkeys((problem.k, problem.n))
-            if size % BLOCK
-        ]
-        if problem.dtype not in DTYPES:
-            reasons.append(f"megablocks_sparse takes {', '.join(map(str, DTYPES))}, not {problem.dtype}")
-        return reasons
+        widths = odd_widths(problem, BLOCK, f" is no multiple of the block, {BLOCK}")
+        return widths + other_dtype(problem, "megablocks_sparse", DTYPES)
 
     def forward(
         self,
@@ -50,7 +46,7 @@ class MegablocksSparse(CheckedProducts, GroupedMatmulBackend):
             product = padding.rows_of_values(values, width)
         else:
             product = padding.rows_of_dense(self.dsd(padding.values(x), stacked, padding.topology))
-        return product if out is None else out.copy_(product)
+        return deliver(product, out)
 
     def weight_grad(
         self,
@@ -64,7 +60,7 @@ class MegablocksSparse(CheckedProducts, GroupedMatmulBackend):
         padding = Padding.of(batch_sizes, x.shape[1], x.device)
         if out is None:
             out, accumulate = x.new_empty(len(batch_sizes), x.shape[1], grad_out.shape[1]), False
-        direct = out if out.is_contiguous() else out.contiguous()
+        direct = out.contiguous()
         self._products().dsd_t(
             padding.values(x),
             padding.dense(grad_out),
@@ -72,7 +68,7 @@ class MegablocksSparse(CheckedProducts, GroupedMatmulBackend):
             out=direct.flatten(0, 1),
             accumulate=accumulate,
         )
-        return out if direct is out else out.copy_(direct)
+        return deliver(direct, out)
 
 
 class CpuMegablocksSparse(MegablocksSparse):
@@ -91,12 +87,7 @@ class CudaMegablocksSparse(MegablocksSparse):
     """The products as Triton kernels."""
 
     def _products(self) -> Any:
-        try:
-            from gmm_backends.megablocks_sparse import launch
-        except (Exception, SystemExit) as error:
-            # Nothing was computed: under automatic choice the next backend takes over.
-            raise NotImplementedError(f"triton cannot be imported ({error!r})") from error
-        return launch
+        return late_import("gmm_backends.megablocks_sparse.launch", "triton")
 
     @cached_property
     def _missing(self) -> list[str]:

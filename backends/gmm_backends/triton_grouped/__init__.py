@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from gmm_backends import _cuda
+from gmm_backends._out import deliver
+from gmm_backends._refusals import late_import, other_dtype
 from gmm_backends._triton import missing_triton, multiprocessors, triton_version
 from gmm_registry.contract import BatchSizes, GroupedMatmulBackend, Problem
 
@@ -40,10 +42,7 @@ class TritonGrouped(GroupedMatmulBackend):
     """Kernels of our own: those for Hopper in its own dialect, plain ones wherever else Triton compiles."""
 
     def rejections(self, problem: Problem) -> list[str]:
-        reasons = list(self._missing)
-        if problem.dtype not in _DTYPES:
-            reasons.append(f"triton takes {', '.join(map(str, _DTYPES))}, not {problem.dtype}")
-        return reasons + _cuda.too_old(problem, _OLDEST)
+        return self._missing + other_dtype(problem, "triton", _DTYPES) + _cuda.too_old(problem, _OLDEST)
 
     @cached_property
     def _missing(self) -> list[str]:
@@ -72,7 +71,7 @@ class TritonGrouped(GroupedMatmulBackend):
         direct = out.contiguous()
         with _current(x):
             _kernels(len(batch_sizes), x, weight, direct).rows(x, weight, batch_sizes, trans_b, direct)
-        return out if direct is out else out.copy_(direct)
+        return deliver(direct, out)
 
     def weight_grad(
         self,
@@ -83,8 +82,6 @@ class TritonGrouped(GroupedMatmulBackend):
         out: Tensor | None = None,
         accumulate: bool = False,
     ) -> Tensor:
-        from gmm_backends.triton_grouped.launch_plain import add_parts
-
         if out is None:
             out, accumulate = x.new_empty(len(batch_sizes), x.shape[1], grad_out.shape[1]), False
         direct = out.contiguous()
@@ -94,10 +91,10 @@ class TritonGrouped(GroupedMatmulBackend):
             if part:
                 parts = out.new_empty(len(x) // part + len(out), *out.shape[1:], dtype=torch.float32)
                 kernels.products(x, grad_out, batch_sizes, parts, False, part)
-                add_parts(parts, batch_sizes, part, direct, accumulate)
+                _plain_kernels().add_parts(parts, batch_sizes, part, direct, accumulate)
             else:
                 kernels.products(x, grad_out, batch_sizes, direct, accumulate)
-        return out if direct is out else out.copy_(direct)
+        return deliver(direct, out)
 
 
 def _quack_is_faster(problem: Problem) -> bool:
@@ -135,14 +132,17 @@ def _hopper_kernels(device: torch.device) -> ModuleType | None:
     return None
 
 
+@cache
+def _plain_kernels() -> ModuleType:
+    return late_import("gmm_backends.triton_grouped.launch_plain", "triton")
+
+
 def _kernels(groups: int, x: Tensor, *others: Tensor) -> Any:
     """Choose the module that launches the kernels for these tensors."""
-    from gmm_backends.triton_grouped import launch_plain
-
-    hopper: Any = _hopper_kernels(x.device)
-    short = launch_plain.is_short(len(x), groups)
+    plain, hopper = _plain_kernels(), _hopper_kernels(x.device)
+    short = plain.is_short(len(x), groups)
     if hopper is None or short or x.dtype == torch.float32 or not hopper.takes(x, *others):
-        return launch_plain
+        return plain
     return hopper
 
 
