@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from gmm_registry.contract import BatchSizes, Direction, autocast, prepare
+from gmm_registry.contract import BatchSizes, Direction, GroupedMatmulBackend, autocast, prepare
 from gmm_registry.plan import checked, gmm_shape, plan, weight_grad_shape, without
 from gmm_registry.registry.request import requested
 
@@ -150,7 +150,7 @@ def _gmm(
     x: Tensor, weight: Tensor, sizes: BatchSizes, trans_b: bool, name: str, out: Tensor | None = None
 ) -> Tensor:
     direction: Direction = "grad_x" if trans_b else "forward"
-    shape, backend = plan(gmm_shape, direction, name, x, weight, sizes, trans_b)
+    shape, backend, problem = plan(gmm_shape, direction, name, x, weight, sizes, trans_b)
     if out is not None and (out.shape != shape or out.dtype != x.dtype or out.device != x.device):
         raise ValueError(
             f"out must be {shape} {x.dtype} on {x.device}, got {tuple(out.shape)} {out.dtype} on {out.device}"
@@ -161,10 +161,11 @@ def _gmm(
     try:
         result = backend.forward(x, weight, sizes, trans_b=trans_b, out=out)
     except NotImplementedError as error:
-        backend, result = without(
-            *(backend, error, name, x, weight.shape, direction, sizes.skew),
-            lambda other: other.forward(x, weight, sizes, trans_b=trans_b, out=out),
-        )
+
+        def product(other: GroupedMatmulBackend) -> Tensor:
+            return other.forward(x, weight, sizes, trans_b=trans_b, out=out)
+
+        backend, result = without(backend, error, name, problem, product)
     result = checked(result, backend, shape, x.dtype)
     if out is None:
         return result.contiguous()
@@ -174,7 +175,7 @@ def _gmm(
 
 
 def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, name: str) -> Tensor:
-    shape, backend = plan(weight_grad_shape, "grad_w", name, x, grad_out, sizes, trans_b)
+    shape, backend, problem = plan(weight_grad_shape, "grad_w", name, x, grad_out, sizes, trans_b)
     if backend is None:
         return x.new_zeros(shape)
     left, right = (grad_out, x) if trans_b else (x, grad_out)
@@ -183,8 +184,7 @@ def _weight_grad(x: Tensor, grad_out: Tensor, sizes: BatchSizes, trans_b: bool, 
         result = backend.weight_grad(left, right, sizes)
     except NotImplementedError as error:
         backend, result = without(
-            *(backend, error, name, x, shape, "grad_w", sizes.skew),
-            lambda other: other.weight_grad(left, right, sizes),
+            backend, error, name, problem, lambda other: other.weight_grad(left, right, sizes)
         )
     return checked(result, backend, shape, x.dtype).contiguous()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,7 +78,12 @@ def weight_grad_shape(x: Tensor, grad_out: Tensor, counts: Tensor, trans_b: bool
     return counts.shape[0], *((n, k) if trans_b else (k, n))
 
 
-Plan = tuple[tuple[int, ...], GroupedMatmulBackend | None]
+class Plan(NamedTuple):
+    """What a call has to do: the shape of the result, and the backend, None if there is no work."""
+
+    shape: tuple[int, ...]
+    backend: GroupedMatmulBackend | None
+    problem: Problem
 
 
 def plan(
@@ -89,10 +95,7 @@ def plan(
     sizes: BatchSizes,
     trans_b: bool,
 ) -> Plan:
-    """Check all operands; return the shape of the result, and the backend unless it has no work.
-
-    After the first time this costs one look-up.
-    """
+    """Check all operands and choose a backend; after the first time this costs one look-up."""
     a_shape, counts = a.shape, sizes.counts
     # fmt: off
     key = (
@@ -107,7 +110,9 @@ def plan(
         return known
     shape = shape_of(a, b, counts, trans_b)
     sizes.check(a_shape[0])
-    problem = _problem(a, shape if direction == "grad_w" else b.shape, direction, sizes.skew)
+    device, rows = a.device, a_shape[0]
+    groups, k, n = shape if direction == "grad_w" else b.shape
+    problem = Problem(device.type, device.index, a.dtype, rows, groups, k, n, direction, sizes.skew)
     backend = None
     if 0 not in (*a_shape, *shape):
         backend = choose(name, problem)
@@ -115,13 +120,8 @@ def plan(
         choose(name, replace(problem, direction="forward", skew=None))
     if len(choice.kept) >= _MOST:
         choice.kept.clear()
-    choice.kept[key] = shape, backend
-    return shape, backend
-
-
-def _problem(x: Tensor, weight_shape: tuple[int, ...], direction: Direction, skew: int | None) -> Problem:
-    groups, k, n = weight_shape
-    return Problem(x.device.type, x.device.index, x.dtype, x.shape[0], groups, k, n, direction, skew)
+    found = choice.kept[key] = Plan(shape, backend, problem)
+    return found
 
 
 def checked(
@@ -141,10 +141,7 @@ def without(
     backend: GroupedMatmulBackend,
     error: NotImplementedError,
     name: str,
-    x: Tensor,
-    weight_shape: tuple[int, ...],
-    direction: Direction,
-    skew: int | None,
+    problem: Problem,
     product: Callable[[GroupedMatmulBackend], Tensor],
 ) -> tuple[GroupedMatmulBackend, Tensor]:
     """Compute on the next backend that has the kernel, and remember which did not.
@@ -157,13 +154,13 @@ def without(
     absent = {backend.key: error}
     while True:
         for key, reason in absent.items():
-            refuse(key, x.device, x.dtype, f"its kernel raised {describe(reason)}")
+            refuse(key, problem, f"its kernel raised {describe(reason)}")
         try:
-            backend = choose("", _problem(x, weight_shape, direction, skew))
+            backend = choose("", problem)
             return backend, product(backend)
         except BackendUnavailableError:
             # No backend has it, so the fault is the call's and says nothing about any backend.
-            forgive(absent, x.device, x.dtype)
+            forgive(absent, problem)
             raise error from None
         except NotImplementedError as another:
             absent[backend.key] = another

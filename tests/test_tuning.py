@@ -871,7 +871,7 @@ class Overtaken(Preferred):
 
     def priority(self, problem: Problem) -> int:
         if not verdicts.refused_late:
-            choice.refuse(self.key, torch.device("cpu"), torch.float32, "its kernel is gone")
+            choice.refuse(self.key, problem, "its kernel is gone")
         return 90
 
 
@@ -884,15 +884,15 @@ def test_a_choice_that_is_outdated_once_made_is_made_again(offer: Offer, tmp_pat
 
 def test_a_late_refusal_is_of_one_device(offer: Offer) -> None:
     offer(stub=Stub)
-    key, first, second = BackendKey("cpu", "stub"), torch.device("cpu:0"), replace(PROBLEM, index=None)
-    choice.refuse(key, first, torch.float32, "no kernel for sm_89")
-    refused = verdicts.judge(key, replace(PROBLEM, index=0))
+    key, first, second = BackendKey("cpu", "stub"), replace(PROBLEM, index=0), replace(PROBLEM, index=None)
+    choice.refuse(key, first, "no kernel for sm_89")
+    refused = verdicts.judge(key, first)
     assert isinstance(refused, Rejected)
     assert refused.reasons == ("no kernel for sm_89",)
     assert isinstance(verdicts.judge(key, second), Accepted)
-    choice.forgive([key], torch.device("cpu"), torch.float32)
-    assert isinstance(verdicts.judge(key, replace(PROBLEM, index=0)), Rejected)
-    choice.forgive([key], first, torch.float32)
+    choice.forgive([key], second)
+    assert isinstance(verdicts.judge(key, first), Rejected)
+    choice.forgive([key], first)
     assert isinstance(verdicts.judge(key, replace(PROBLEM, index=0)), Accepted)
 
 

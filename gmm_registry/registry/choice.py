@@ -211,18 +211,18 @@ def changed() -> None:
     kept.clear()
 
 
-def refuse(key: BackendKey, device: torch.device, dtype: torch.dtype, reason: str) -> None:
-    """Remember what a kernel said when it was called: that it is not implemented there."""
-    verdicts.refused_late[key, device.type, device.index, dtype] = reason
-    there = (key, device.type, dtype_name(dtype))
+def refuse(key: BackendKey, problem: Problem, reason: str) -> None:
+    """Remember what a kernel said when it was called: that it is not implemented for a device and dtype."""
+    verdicts.refused_late[key, problem.device, problem.index, problem.dtype] = reason
+    there = (key, problem.device, dtype_name(problem.dtype))
     pins.unmake(lambda signature, backend: (backend, signature.device, signature.dtype) == there)
     changed()
 
 
-def forgive(keys: Iterable[BackendKey], device: torch.device, dtype: torch.dtype) -> None:
+def forgive(keys: Iterable[BackendKey], problem: Problem) -> None:
     """Take back what `refuse` remembered."""
     for key in keys:
-        verdicts.refused_late.pop((key, device.type, device.index, dtype), None)
+        verdicts.refused_late.pop((key, problem.device, problem.index, problem.dtype), None)
     changed()
 
 
