@@ -15,6 +15,7 @@ from rich.table import Table
 
 from gmm_registry import environment
 from gmm_registry.cli.choice import plain_errors
+from gmm_registry.cli.console import console_of
 from gmm_registry.cli.files import check_writable
 from gmm_registry.cli.layers import show_layers
 from gmm_registry.registry import get_backend
@@ -50,9 +51,7 @@ def parity(
 
     Exits with 1 if anything fails, 2 if the question cannot be answered.
     """
-    console = Console()
-    if console.width < _NARROWEST:
-        console = Console(width=_NARROWEST)
+    console = console_of(_NARROWEST)
     with plain_errors():
         check_writable(json=json_file, save=save_file)
     if layers:

@@ -5,7 +5,6 @@ This is the only module that imports stevedore.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import logging
@@ -21,7 +20,7 @@ import torch
 from stevedore.driver import DriverManager
 
 from gmm_registry.contract import BackendKey, GroupedMatmulBackend
-from gmm_registry.errors import DuplicateBackendError, UnknownBackendError
+from gmm_registry.errors import DuplicateBackendError, UnknownBackendError, did_you_mean
 
 _log = logging.getLogger("gmm_registry")
 GROUP = "gmm_registry.backends"
@@ -107,12 +106,11 @@ def find(device: str | None, name: str) -> BackendKey:
     matching = [key for key in keys if name in (key.impl, str(key))]
     if matching:
         return min(matching, key=lambda key: key.device == ANY)
-    close = difflib.get_close_matches(name, {key.impl for key in keys}, n=1)
     elsewhere = [str(key) for key in list_backends() if name in (key.impl, str(key))]
     raise UnknownBackendError(
         f"no backend {name!r}{f' for {device}' if device else ''}; known: "
         f"{', '.join(map(str, keys)) or 'none'}"
-        + (f"; did you mean {close[0]!r}?" if close else "")
+        + did_you_mean(name, {key.impl for key in keys})
         + (f"; there is {', '.join(elsewhere)} for another device" if elsewhere else "")
     )
 

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Iterable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from math import log2
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -15,7 +14,7 @@ from uuid import uuid4
 import torch
 
 from gmm_registry.contract import BackendKey, Problem, dtype_name
-from gmm_registry.environment import device_name
+from gmm_registry.environment import device_name, versions
 from gmm_registry.registry.discovery import ANY, offers
 
 _FORMAT = "gmm_registry choices 1"
@@ -57,10 +56,7 @@ class Machine(NamedTuple):
 
 @cache
 def _triton() -> str:
-    try:
-        return version("triton")
-    except PackageNotFoundError:
-        return ""
+    return versions().get("triton", "")
 
 
 class Choice(NamedTuple):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from gmm_registry.cli.bench.plan import Plan
 from gmm_registry.cli.bench.plot import check_image, draw
@@ -15,6 +14,7 @@ from gmm_registry.cli.bench.run import run
 from gmm_registry.cli.bench.shapes import SHAPES
 from gmm_registry.cli.bench.table import show
 from gmm_registry.cli.choice import Dtype, given, plain_errors
+from gmm_registry.cli.console import console_of
 from gmm_registry.cli.files import check_writable
 from gmm_registry.measure import DISTRIBUTIONS
 
@@ -66,9 +66,7 @@ def bench(
 
     Exits with 1 if one was wrong or nothing was measured, 2 if the question cannot be answered.
     """
-    console = Console()
-    if console.width < _NARROWEST:
-        console = Console(width=_NARROWEST)
+    console = console_of(_NARROWEST)
     with plain_errors():
         if plot_file:
             check_image(plot_file)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 from gmm_registry import environment
 from gmm_registry.cli.bench.shapes import SHAPES, Shape
 from gmm_registry.contract import BackendKey
+from gmm_registry.errors import did_you_mean
 from gmm_registry.measure import DISTRIBUTIONS, check_seconds
 from gmm_registry.registry import get_backend
 from gmm_registry.registry.discovery import parse_device
@@ -86,7 +86,5 @@ def _known(what: str, names: Sequence[str], among: Collection[str]) -> list[str]
     """Return the names, each once, or say which there are."""
     for name in names:
         if name not in among:
-            close = difflib.get_close_matches(name, among, n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"no {what} {name!r}; known: {', '.join(among)}{hint}")
+            raise ValueError(f"no {what} {name!r}; known: {', '.join(among)}{did_you_mean(name, among)}")
     return list(dict.fromkeys(names))
