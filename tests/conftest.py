@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from gmm_registry.registry import refresh
 from gmm_registry.registry.discovery import GROUP
@@ -54,6 +55,13 @@ def fresh_registry() -> Iterator[None]:
     refresh()
     yield
     refresh()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torch be one for CUDA, that finds no device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
 
 
 @pytest.fixture

@@ -5,19 +5,17 @@ import sys
 
 import pytest
 import torch
+from hardware import backend_or_skip
 from test_layers import FORMS, check_against_dense, make
 
-from gmm_registry import BackendUnavailableError, BatchSizes, get_backend, gmm
+from gmm_registry import BatchSizes, gmm
 
 pytestmark = pytest.mark.hardware
 
 
 @pytest.fixture(params=["eager", "torch_grouped_mm", "triton", "quack"])
 def backend(request):
-    try:
-        return get_backend("cuda", request.param)
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    return backend_or_skip("cuda", request.param)
 
 
 def test_device_counts_need_no_synchronisation(backend):
@@ -87,11 +85,7 @@ def test_offsets_beyond_32_bits(backend):
 
 @pytest.fixture
 def cuda():
-    try:
-        get_backend("cuda")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
-    return "cuda"
+    return backend_or_skip("cuda").device
 
 
 @pytest.mark.parametrize(("mlp_type", "mlp_impl", "memory_optimized_mlp"), FORMS)

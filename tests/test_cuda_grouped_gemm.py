@@ -1,12 +1,12 @@
 """cuda.cuda_grouped_gemm without a GPU: the adapter on a stand-in for the package, and its refusals."""
 
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from stand_in import COUNTS, StandIn, operands
 from torch import Tensor
 
 from gmm_backends.cuda_grouped_gemm import CudaGroupedGemm
@@ -24,21 +24,11 @@ INSTALL = "grouped_gemm is not installed: pip install --no-build-isolation 'gmm_
 # --- the stand-in ---------------------------------------------------------------------------------
 
 
-class Package:
+class Package(StandIn):
     """grouped_gemm 0.3.0 on CPU tensors: it refuses, overlooks and leaves unwritten what the package does.
 
     Its checks are those of csrc/grouped_gemm.cu; the 16 bytes are those that a build with CUTLASS needs.
     """
-
-    def __init__(self) -> None:
-        self.calls: list[SimpleNamespace] = []
-        self.current: list[torch.device] = []
-
-    @contextmanager
-    def device_of(self, tensor: Tensor):
-        self.current.append(tensor.device)
-        yield
-        self.current.pop()
 
     def gmm(self, a, b, batch_sizes, trans_a=False, trans_b=False, c=None):
         self.calls.append(SimpleNamespace(a=a, b=b, c=c, trans_a=trans_a, trans_b=trans_b))
@@ -106,12 +96,9 @@ class TestOnStandIn(BackendParityTests):
 # --- the adapter ----------------------------------------------------------------------------------
 
 
-COUNTS = [3, 0, 5, 0]
-
-
 @pytest.fixture
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.randn(shape).bfloat16() for shape in ((8, 16), (4, 16, 24), (8, 24)))
+    return operands()
 
 
 def test_writes_where_it_is_told_to(package, inputs):
@@ -185,12 +172,6 @@ def test_the_original_serves_every_device(monkeypatch, inputs):
 
 
 # --- refusals -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "hip", None)
 
 
 @pytest.mark.usefixtures("fresh_registry", "no_gpu")

@@ -12,6 +12,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+from hardware import backend_or_skip
 from interpreter import run_interpreted
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -46,10 +47,7 @@ needs_triton = pytest.mark.skipif(
 
 
 def cuda() -> GroupedMatmulBackend:
-    try:
-        return get_backend("cuda", "megablocks_sparse")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    return backend_or_skip("cuda", "megablocks_sparse")
 
 
 # --- as a grouped matmul --------------------------------------------------------------------------
@@ -496,11 +494,6 @@ print(sorted(name for name in sys.modules if name.partition(".")[0] == "triton")
 
 def refusals() -> list[str]:
     return CudaMegablocksSparse().rejections(Problem("cuda", None, torch.bfloat16, 8, 2, 128, 128))
-
-
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.mark.usefixtures("no_gpu")

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import test_cuda
 import torch
+from hardware import backend_or_skip
+from stand_in import COUNTS, StandIn, operands
 from torch import Tensor
 
 from gmm_backends import quack_gemm
@@ -24,22 +25,12 @@ PROBLEM = Problem("cuda", None, torch.bfloat16, rows=8, groups=4, k=16, n=24)
 # --- the stand-in ---------------------------------------------------------------------------------
 
 
-class Package:
+class Package(StandIn):
     """quack.gemm_interface 0.6.5 on CPU tensors: it refuses what the package does and takes what it takes.
 
     Where the package reads addresses and strides, and how, is in its gemm.py (_build_gemm_plan) and
     compile_utils.py (div_for_dtype).
     """
-
-    def __init__(self) -> None:
-        self.calls: list[SimpleNamespace] = []
-        self.current: list[torch.device] = []
-
-    @contextmanager
-    def device_of(self, tensor: Tensor):
-        self.current.append(tensor.device)
-        yield
-        self.current.pop()
 
     def gemm(self, A, B, out=None, *, cu_seqlens_m=None, cu_seqlens_k=None, tuned=True):  # noqa: N803
         self.calls.append(SimpleNamespace(A=A, B=B, out=out, adds=False))
@@ -92,12 +83,6 @@ def package(monkeypatch, distribution) -> Package:
     return package
 
 
-@pytest.fixture
-def no_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.version, "hip", None)
-
-
 @pytest.mark.usefixtures("package", "no_gpu")
 class TestOnStandIn(BackendParityTests):
     device, impl, required, width = "cpu", "stand_in", True, 8
@@ -106,12 +91,9 @@ class TestOnStandIn(BackendParityTests):
 # --- the adapter ----------------------------------------------------------------------------------
 
 
-COUNTS = [3, 0, 5, 0]
-
-
 @pytest.fixture
 def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.randn(shape).bfloat16() for shape in ((8, 16), (4, 16, 24), (8, 24)))
+    return operands()
 
 
 @pytest.mark.usefixtures("no_gpu")
@@ -285,10 +267,7 @@ def test_is_preferred_to_torch_and_not_to_our_own():
 
 @pytest.fixture
 def backend():
-    try:
-        return get_backend("cuda", "quack")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    return backend_or_skip("cuda", "quack")
 
 
 @pytest.mark.hardware

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 import torch
+from hardware import backend_or_skip
 from interpreter import run_interpreted
 from triton_operands import DTYPES, dirty, operands, outer, product
 
 from gmm_backends import _cuda, _triton, triton_grouped
-from gmm_registry import BackendUnavailableError, BatchSizes, Problem, get_backend, gmm
+from gmm_registry import BatchSizes, Problem, gmm
 from gmm_registry.ops import weight_grad
 from gmm_registry.testing import compare
 
@@ -22,10 +23,7 @@ needs_triton = pytest.mark.skipif(bool(_triton.missing_triton()), reason="; ".jo
 
 @pytest.fixture
 def backend():
-    try:
-        return get_backend("cuda", "triton")
-    except BackendUnavailableError as error:
-        pytest.skip(str(error))
+    return backend_or_skip("cuda", "triton")
 
 
 # --- without a GPU --------------------------------------------------------------------------------
